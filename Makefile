@@ -1,0 +1,30 @@
+# Two commands do everything on a fresh machine: `make compare` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+OUT ?= out/compare
+
+.PHONY: compare test setup lint typecheck
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+compare: setup
+	$(BIN)/kvarena compare chat --out $(OUT)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# The type checker reads an installed copy: it cannot follow the package-dir mapping.
+typecheck: setup
+	rm -rf build
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/typecheck .
+	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p kvarena
+
+test: setup lint typecheck
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests

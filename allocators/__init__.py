@@ -1,0 +1,1 @@
+"""Which slots does each sequence own? One interface, several designs behind it."""

@@ -1,0 +1,233 @@
+"""The design of an allocator as data, presets, the registry, and `make_allocator`.
+
+Every point where the two upstream designs differ is a field of `Design`. The presets are the upstreams'
+(vLLM 0.32.0, SGLang 0.5.22): allocator rules only. A field that a kind does not honour at another value than
+its own raises with the reason, so a config never means less than it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+from kvarena.allocators.interface import Gate, KVAllocator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Kind = Literal["block", "token", "contiguous", "exact"]
+ENTRY_POINT_GROUP = "kvarena.allocators"
+
+
+class Design(BaseModel):
+    """One allocator's rules.
+
+    page_size             tokens a page, >= 1
+    prefix_cache          False: nothing is ever shared or kept
+    publish               when full prompt pages enter the cache: at `reserve` (vLLM: when the step is
+                          scheduled) or at `commit` (SGLang: the checkpoint after the prefill)
+    publish_generated     when pages of generated tokens enter it: as they fill, or at the finish
+    duplicates            keep equal pages side by side, or merge them and rewrite the row
+    eviction_unit         what goes at once: one page, or a whole leaf of the tree
+    eviction_order        which unused content goes first
+    split_touches_suffix  a match that splits an edge refreshes the cut-off rest too (SGLang)
+    demand_slack          pages asked for on top of the need, a request, when evicting (SGLang at page > 1: 1)
+    preempt_keeps         what stays cached after a preemption: all that was published, or only what was
+                          checkpointed (the prompt's whole pages)
+    unhashed_to_head      freed pages without content go to the head of the free queue
+    reversed_release      a released sequence frees its last page first
+    gate                  admission test
+    last_token_rule       a hit never covers the last token, so one token is left to compute
+    sliding_window        tokens a query sees, the current one included (block only; None: all)
+    retention_interval    with a window: 0 publishes the prompt's tail, None every page, k also every k tokens
+    hash_fn               page hash of the block design: "xxh3_128" or "sha256"
+    need_sort             token only: freed pages wait and are merged sorted (prefill/decode disaggregation)
+    sizing, placement     contiguous only: how long a run is reserved, and where
+    max_model_len         contiguous only, for sizing = "max": tokens
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    kind: Kind = "block"
+    page_size: int = Field(16, ge=1)
+    prefix_cache: bool = True
+    publish: Literal["reserve", "commit"] = "reserve"
+    publish_generated: Literal["filled", "finish"] = "filled"
+    duplicates: Literal["keep", "merge"] = "keep"
+    eviction_unit: Literal["page", "leaf"] = "page"
+    eviction_order: Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority", "random", "s3fifo"] = "lru"
+    split_touches_suffix: bool = False
+    demand_slack: int = Field(0, ge=0)
+    preempt_keeps: Literal["all", "checkpointed"] = "all"
+    unhashed_to_head: bool = True
+    reversed_release: bool = True
+    gate: Gate = Gate()
+    last_token_rule: bool = True
+    sliding_window: int | None = Field(None, ge=1)
+    retention_interval: int | None = Field(0, ge=0)
+    hash_fn: Literal["xxh3_128", "sha256"] = "xxh3_128"
+    need_sort: bool = False
+    sizing: Literal["max", "pow2", "declared", "oracle"] = "max"
+    placement: Literal["first_fit", "buddy"] = "first_fit"
+    max_model_len: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _legal(self) -> Design:
+        base = _DEFAULTS[self.kind]
+        switchable = _SWITCHABLE[self.kind]
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if name in switchable or value == base.get(name, type(self).model_fields[name].default):
+                continue
+            raise ValueError(
+                f"{name} = {value!r} is not honoured by kind {self.kind!r}; "
+                f"fields that it honours: {', '.join(sorted(switchable))}"
+            )
+        if self.sliding_window is not None and self.eviction_unit != "page":
+            raise ValueError("sliding_window needs eviction_unit = 'page'")
+        return self
+
+
+# What each kind does by default, and which fields it honours at other values.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "block": {"kind": "block"},
+    "token": {
+        "kind": "token",
+        "page_size": 1,
+        "publish": "commit",
+        "publish_generated": "finish",
+        "duplicates": "merge",
+        "eviction_unit": "leaf",
+        "split_touches_suffix": True,
+        "demand_slack": 1,
+        "preempt_keeps": "checkpointed",
+        "unhashed_to_head": False,
+        "reversed_release": False,
+    },
+    "contiguous": {"kind": "contiguous", "page_size": 1, "prefix_cache": False},
+    "exact": {"kind": "exact", "page_size": 1},
+}
+_SWITCHABLE: dict[str, frozenset[str]] = {
+    "block": frozenset(
+        {
+            "kind",
+            "page_size",
+            "prefix_cache",
+            "gate",
+            "last_token_rule",
+            "sliding_window",
+            "retention_interval",
+        }
+        | {"hash_fn"}
+    ),
+    "token": frozenset(
+        {"kind", "page_size", "prefix_cache", "gate", "last_token_rule", "need_sort"}
+        | {"eviction_unit", "split_touches_suffix", "demand_slack"}
+    ),
+    "contiguous": frozenset({"kind", "page_size", "gate", "sizing", "placement", "max_model_len"}),
+    "exact": frozenset({"kind", "page_size", "gate"}),
+}
+_CLASSES = {
+    "block": ("kvarena.allocators.block", "BlockAllocator"),
+    "token": ("kvarena.allocators.token", "TokenAllocator"),
+    "contiguous": ("kvarena.allocators.contiguous", "ContiguousAllocator"),
+    "exact": ("kvarena.allocators.exact", "ExactAllocator"),
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "vllm": {"kind": "block", "page_size": 16},
+    "sglang": {"kind": "token", "page_size": 1},
+}
+LABELS = {
+    "block": "block (vLLM 0.32.0 rules)",
+    "token": "token (SGLang 0.5.22 rules)",
+    "contiguous": "contiguous",
+    "exact": "exact prompts",
+}
+
+AllocatorSpec = str | Mapping[str, Any] | Design | type[KVAllocator] | KVAllocator
+
+
+def design(spec: str | Mapping[str, Any] | Design) -> Design:
+    """Resolve a preset name or a mapping with `kind` into a full `Design`. Raises ValueError listing what is allowed."""
+    if isinstance(spec, Design):
+        return spec
+    if isinstance(spec, str):
+        if spec in PRESETS:
+            spec = PRESETS[spec]
+        elif spec in _DEFAULTS:
+            spec = {"kind": spec}
+        else:
+            allowed = ", ".join([*PRESETS, *_DEFAULTS, *_entry_points()])
+            raise ValueError(f"allocator {spec!r} is unknown; known: {allowed}")
+    kind = spec.get("kind")
+    if kind not in _DEFAULTS:
+        raise ValueError(f"allocator kind: expected one of {', '.join(_DEFAULTS)}, found {kind!r}")
+    try:
+        return Design(**{**_DEFAULTS[kind], **spec})
+    except ValidationError as error:
+        raise ValueError(_readable(error)) from None
+
+
+def make_allocator(spec: AllocatorSpec, *, num_pages: int, **overrides: Any) -> KVAllocator:
+    """Build an allocator of `num_pages` pages (the padding page is on top).
+
+    spec: "vllm", "sglang", a kind, a mapping or `Design`, the name of an entry point in group
+    `kvarena.allocators`, or a KVAllocator class (called with num_pages and the overrides).
+    """
+    if isinstance(spec, KVAllocator):
+        return spec
+    if num_pages < 1:
+        raise ValueError(f"num_pages: expected at least 1, found {num_pages}")
+    if isinstance(spec, type):
+        return spec(num_pages=num_pages, **overrides)
+    if isinstance(spec, str) and spec in (plugins := _entry_points()):
+        return plugins[spec]()(num_pages=num_pages, **overrides)
+    chosen = design(spec)
+    # `hash_fn` may be a callable, which is no config value: it goes to the constructor.
+    extra = {"hash_fn": overrides.pop("hash_fn")} if callable(overrides.get("hash_fn")) else {}
+    if overrides:
+        chosen = design({**chosen.model_dump(), "gate": chosen.gate, **overrides})
+    module, name = _CLASSES[chosen.kind]
+    return getattr(import_module(module), name)(num_pages, chosen, **extra)
+
+
+def label(spec: Design) -> str:
+    """Legend text of a design: never plain "vLLM" or "SGLang", and the page size where it is not the preset's."""
+    text = LABELS[spec.kind]
+    own = PRESETS["vllm" if spec.kind == "block" else "sglang"]["page_size"]
+    return text if spec.page_size == own else f"{text}, page {spec.page_size}"
+
+
+def block(**fields: Any) -> Design:
+    """A block design (vLLM 0.32.0 rules), with fields replaced: `kv.block(page_size=64)`."""
+    return design({**PRESETS["vllm"], **fields})
+
+
+def token(**fields: Any) -> Design:
+    """A token design (SGLang 0.5.22 rules), with fields replaced."""
+    return design({**PRESETS["sglang"], **fields})
+
+
+def contiguous(**fields: Any) -> Design:
+    """The baseline from before paging: one reserved run a request."""
+    return design({"kind": "contiguous", **fields})
+
+
+def exact(**fields: Any) -> Design:
+    """The textbook prefix cache: whole prompts, freed with their last user."""
+    return design({"kind": "exact", **fields})
+
+
+def _entry_points() -> dict[str, Callable[[], Any]]:
+    return {point.name: point.load for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _readable(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"]) or "allocator"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{name}: unknown key; known: {', '.join(Design.model_fields)}")
+        else:
+            lines.append(f"{name}: {item['msg'].removeprefix('Value error, ')}, found {item['input']!r}"[:400])
+    return "; ".join(lines)

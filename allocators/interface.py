@@ -1,0 +1,401 @@
+"""The one interface behind which every allocator stands.
+
+The engine owns sequences; an allocator owns pages. Verbs, in the order a request meets them:
+
+    pin      match the cached prefix, test the room, hold the prefix        (None: no room)
+    reserve  slots for the next tokens                                      (None: no room)
+    commit   the KV of these tokens is written: publish what the design publishes
+    release  the sequence ends or is thrown back
+
+Running out of room is a value and changes nothing beyond what the upstream's rules say it changes;
+misuse raises `ValueError`; a broken invariant raises `AllocatorError`.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+PADDING_PAGE = 0  # never owned, never handed out; padded writes and left-behind window pages name it
+
+
+class AllocatorError(RuntimeError):
+    """An invariant of an allocator is broken: a bug in it, never a condition of the workload."""
+
+
+class Release(enum.Enum):
+    """Why a sequence gives its pages back."""
+
+    FINISH = "finish"
+    PREEMPT = "preempt"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Admission test between match and allocation.
+
+    Refused unless need + headroom <= free + evictable (`<` if strict), with the hits held.
+
+    whole_prompt  test the whole of `num_prefill_tokens`, also when only a chunk is taken now
+    page_rounded  count in whole pages (vLLM); else in tokens (SGLang's scheduler)
+    headroom      pages if page_rounded, else tokens
+    strict        `<` instead of `<=`
+    """
+
+    whole_prompt: bool = True
+    page_rounded: bool = True
+    headroom: int = 0
+    strict: bool = False
+
+
+def as_token_buffer(tokens: Any) -> array[int]:
+    """Copy `tokens` into a growable int32 buffer.
+
+    Takes ints, an `array`, or a NumPy integer array [n]. Raises ValueError when an id does not fit int32.
+    """
+    if isinstance(tokens, array) and tokens.typecode == "i":
+        return tokens[:]
+    dtype = getattr(tokens, "dtype", None)
+    if dtype is not None:
+        if dtype.kind not in "iu" or tokens.ndim != 1:
+            raise ValueError(f"token_ids: expected a 1-d integer array, found {dtype} with shape {tokens.shape}")
+        if dtype.itemsize != 4 or dtype.kind != "i":
+            if tokens.size and not (int(tokens.min()) >= -(2**31) and int(tokens.max()) < 2**31):
+                raise ValueError("token_ids: an id does not fit int32")
+            tokens = tokens.astype("int32")
+        buffer: array[int] = array("i")
+        buffer.frombytes(tokens.tobytes())
+        return buffer
+    try:
+        return array("i", tokens)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token_ids: expected integers that fit int32 ({error})") from None
+
+
+class Sequence:
+    """One request as an allocator sees it: its tokens and how far their KV is written.
+
+    request_id         unique among live sequences
+    token_ids          array('i'): prompt, then generated tokens; grows by `append`
+    num_prompt_tokens  length of the original prompt
+    num_prefill_tokens tokens the present admission has to compute: the prompt, plus what was generated
+                       before a preemption (set it with `resume`)
+    num_computed_tokens tokens whose KV is written. Allocators set it: `pin` to the hit, `commit` to what
+                       was committed, `release` to 0. A scheduler that runs ahead of its results (result lag)
+                       may raise it itself.
+    namespace          isolates whole sequences: LoRA, salt, tenant (any hashable value)
+    extra_keys         (offset, length, content_id) of images and the like: two pages are the same only if
+                       the items that overlap them are; pages before an item stay shared
+    page_hashes        ids of the prompt's pages given by a trace (int32 array, one symbol a page; the
+                       allocator's page size must be the trace's grain). `token_ids` is then empty and
+                       `num_tokens` comes from the trace.
+    """
+
+    __slots__ = (
+        "extra_keys",
+        "namespace",
+        "num_computed_tokens",
+        "num_prefill_tokens",
+        "num_prompt_tokens",
+        "num_unnamed_tokens",
+        "page_hashes",
+        "request_id",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        token_ids: Any = (),
+        *,
+        num_prompt_tokens: int | None = None,
+        namespace: Hashable = None,
+        extra_keys: Iterable[tuple[int, int, Hashable]] = (),
+        page_hashes: Any = None,
+        num_tokens: int | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = as_token_buffer(token_ids)
+        self.namespace = namespace
+        self.extra_keys = tuple(tuple(item) for item in extra_keys)
+        self.page_hashes = None if page_hashes is None else as_token_buffer(page_hashes)
+        self.num_unnamed_tokens = 0
+        if self.page_hashes is not None:
+            if self.token_ids or num_tokens is None:
+                raise ValueError(f"request {request_id}: page_hashes come with num_tokens and without token_ids")
+            self.num_unnamed_tokens = num_tokens
+        if self.num_tokens == 0:
+            raise ValueError(f"request {request_id}: the prompt is empty; at least one token is needed")
+        self.num_prompt_tokens = self.num_tokens if num_prompt_tokens is None else num_prompt_tokens
+        if not 0 < self.num_prompt_tokens <= self.num_tokens:
+            raise ValueError(
+                f"request {request_id}: num_prompt_tokens is {self.num_prompt_tokens}, expected 1..{self.num_tokens}"
+            )
+        self.num_prefill_tokens = self.num_tokens
+        self.num_computed_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far, prompt and generated."""
+        return len(self.token_ids) + self.num_unnamed_tokens
+
+    def append(self, token: int) -> None:
+        """One more generated token, its KV not yet written."""
+        if self.page_hashes is None:
+            self.token_ids.append(token)
+        else:
+            self.num_unnamed_tokens += 1
+
+    def pop(self) -> None:
+        """Forget the last token (its slot was refused, or a draft was rejected)."""
+        if self.page_hashes is None:
+            self.token_ids.pop()
+        else:
+            self.num_unnamed_tokens -= 1
+
+    def resume(self) -> None:
+        """Prepare for another admission after a preemption: everything known has to be computed again."""
+        self.num_computed_tokens = 0
+        self.num_prefill_tokens = self.num_tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request_id!r}, {self.num_tokens} tokens, prompt {self.num_prompt_tokens}, "
+            f"computed {self.num_computed_tokens})"
+        )
+
+
+def _no_pages() -> array[int]:
+    return array("i")
+
+
+@dataclass(frozen=True, slots=True)
+class PageMove:
+    """KV of one page must be copied from page `src` to page `dst` before the next write."""
+
+    src: int
+    dst: int
+
+
+PageCopy = PageMove
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A held prefix: `page_ids` hold the first `hit_tokens` tokens of the sequence."""
+
+    seq: Sequence
+    hit_tokens: int
+    page_ids: array[int] = field(default_factory=_no_pages)
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Slots for one sequence. `page_ids` are the newly taken pages, in position order.
+
+    `rewritten` is the half-open range of row entries that changed although they existed before
+    (window pages that fell to the padding page); (0, 0) for none.
+    """
+
+    seq: Sequence
+    page_ids: array[int] = field(default_factory=_no_pages)
+    moves: tuple[PageMove, ...] = ()
+    evicted: tuple[int, ...] = ()
+    freed: tuple[int, ...] = ()
+    duplicates: tuple[int, ...] = ()
+    rewritten: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What committing did. `published` pages entered the prefix cache; `duplicates` are own pages that were
+    given up for equal ones already there (they are in `freed` too); `rewritten` is the half-open range of row
+    entries that now name other pages."""
+
+    seq: Sequence
+    published: tuple[int, ...] = ()
+    evicted: tuple[int, ...] = ()
+    freed: tuple[int, ...] = ()
+    duplicates: tuple[int, ...] = ()
+    rewritten: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """`freed` pages can be taken at once; `cached` ones are held by nobody but still serve hits."""
+
+    freed: tuple[int, ...] = ()
+    cached: tuple[int, ...] = ()
+    evicted: tuple[int, ...] = ()
+    duplicates: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Where the pages are. free + evictable + in_use = num_pages.
+
+    free        pages that hold nothing
+    evictable   pages that hold cached content no live sequence uses
+    in_use      pages that a live sequence owns or holds
+    shared      pages in use by more than one live sequence
+    duplicates  pages whose content another page of the cache holds too
+    free_rows   rows of the page table that no sequence has (-1: the design has no rows)
+    wasted_slots slots in owned pages that hold no token (tail, reservation, holes)
+    """
+
+    num_pages: int
+    page_size: int
+    free: int
+    evictable: int
+    in_use: int
+    shared: int = 0
+    duplicates: int = 0
+    free_rows: int = -1
+    wasted_slots: int = 0
+
+
+class EventKind(enum.Enum):
+    HIT = "hit"
+    RESERVE = "reserve"
+    PUBLISH = "publish"
+    EVICT = "evict"
+    DUPLICATE = "duplicate"
+    RELEASE = "release"
+    COPY = "copy"
+    REFUSE = "refuse"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`request_id` is whose operation caused it; `reason` says why (capacity, finish, reset, ...)."""
+
+    kind: EventKind
+    request_id: str | None
+    page_ids: tuple[int, ...]
+    reason: str = ""
+
+
+class EventLog:
+    """Events of one allocator, in order. Off by default; `enabled = True` starts recording."""
+
+    __slots__ = ("enabled", "rows")
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self.rows: list[Event] = []
+
+    def add(self, kind: EventKind, request_id: str | None, page_ids: Iterable[int], reason: str = "") -> None:
+        """Record one event. Callers test `enabled` first, so that a run without events pays one branch."""
+        self.rows.append(Event(kind, request_id, tuple(page_ids), reason))
+
+    def drain(self) -> list[Event]:
+        """Take all recorded events."""
+        rows, self.rows = self.rows, []
+        return rows
+
+
+class KVAllocator(ABC):
+    """Hands out pages of a pool of `num_pages` pages of `page_size` tokens; ids run from 1 to `num_pages`.
+
+    Conservation law, checked by `check()`: free + evictable + in_use = num_pages; every page has exactly one
+    state; ref counts equal holders; no live row points at a free page.
+    """
+
+    kind: ClassVar[str] = "custom"
+    page_size: int
+    num_pages: int
+    events: EventLog
+
+    @abstractmethod
+    def pin(self, seq: Sequence, gate: Gate | None = None) -> Pin | None:
+        """Match the longest cached prefix (never the last token), test the room, hold the prefix.
+
+        Allocates nothing. None: no room, and no page changed owner (block leaves no trace; token keeps the split
+        and the touch of its match). `gate=None` takes the design's own gate. Raises ValueError when a sequence
+        of that id is live. Sets `seq.num_computed_tokens` to the hit.
+        """
+
+    @abstractmethod
+    def reserve(self, wants: Iterable[tuple[Sequence, int]]) -> list[Reservation] | None:
+        """Slots for positions [0, num_computed_tokens + n) of each sequence, in order, all or nothing.
+
+        Demand is summed over the call before anything is evicted. Surplus slots stay with the sequence. None: no
+        room; a pin of a sequence that was not admitted yet is dropped.
+        """
+
+    @abstractmethod
+    def commit(self, done: Iterable[tuple[Sequence, int]]) -> list[Commit]:
+        """The KV of the first n tokens of each sequence is written. One free group for the call."""
+
+    @abstractmethod
+    def release(self, seqs: Iterable[Sequence], reason: Release) -> Released:
+        """Give back what each sequence holds, in order, as one free group. Sets num_computed_tokens to 0."""
+
+    @abstractmethod
+    def evict(self, num_tokens: int) -> list[int]:
+        """Make room for `num_tokens` tokens if the design can evict on demand; returns the pages, in order."""
+
+    @abstractmethod
+    def page_ids(self, seq: Sequence) -> array[int]:
+        """Pages of a live sequence in position order, int32 [ceil(reserved tokens / page_size)]."""
+
+    @abstractmethod
+    def capacity(self) -> Capacity:
+        """Page counts by state."""
+
+    @abstractmethod
+    def reset(self) -> bool:
+        """Drop cached content. False, and nothing changed, while sequences are live."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Recompute every derived field from raw contents; raise AllocatorError with a full dump."""
+
+    def admit(self, seq: Sequence, n: int | None = None, gate: Gate | None = None) -> Pin | None:
+        """`pin`, then `reserve` n tokens behind the hit (default: all of num_prefill_tokens)."""
+        pin = self.pin(seq, gate)
+        if pin is None:
+            return None
+        take = seq.num_prefill_tokens - pin.hit_tokens if n is None else n
+        return None if self.reserve([(seq, take)]) is None else pin
+
+    def extend(self, seq: Sequence, n: int) -> Reservation | None:
+        """`reserve` n more tokens for one live sequence."""
+        reservations = self.reserve([(seq, n)])
+        return None if reservations is None else reservations[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """`copies` are partial pages to copy now, if the design copies eagerly."""
+
+    parent: Sequence
+    child: Sequence
+    copies: tuple[PageCopy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOut:
+    """`moves`: device page to host page; `dropped`: host pages whose content had to go."""
+
+    moves: tuple[PageMove, ...]
+    dropped: tuple[int, ...] = ()
+
+
+@runtime_checkable
+class SupportsFork(Protocol):
+    def fork(self, parent: Sequence, child: Sequence) -> Fork | None: ...
+
+    def prepare_write(self, seq: Sequence, start: int, end: int) -> list[PageCopy] | None: ...
+
+
+@runtime_checkable
+class SupportsSwap(Protocol):
+    def swap_out(self, seq: Sequence) -> SwapOut | None: ...
+
+    def swap_in(self, seq: Sequence) -> list[PageMove] | None: ...

@@ -1,0 +1,1 @@
+"""Anything with a clock, a trace, a model or a figure."""

@@ -1,0 +1,69 @@
+"""The command line. Commands import what they need when they run, so `--help` stays quick."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="kvarena",
+    help="Compare KV-cache allocators of LLM servers: the same requests, the same kernels, two allocators.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def run() -> None:
+    """Entry point: a bad argument or file is one clear line and exit code 2; Ctrl-C is 130."""
+    try:
+        app()
+    except ValueError as error:
+        print(f"kvarena: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("kvarena: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+@app.callback()
+def main() -> None:
+    """Compare KV-cache allocators of LLM servers."""
+
+
+@app.command(epilog="Example: kvarena scenario tests/golden/scenarios --allocator token --page-size 16 --out out/logs")
+def scenario(
+    path: Annotated[Path, typer.Argument(help="A scenario file, or a folder of them.", exists=True)],
+    allocator: Annotated[str, typer.Option(help="Which design decides: block or token.")] = "block",
+    out: Annotated[Path | None, typer.Option(help="File or folder for decision logs; stdout when left out.")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Tokens a page, in place of the scenario's own.", min=1)] = None,
+    admission: Annotated[str, typer.Option(help="Room test: exact, or sglang's scheduler rule.")] = "exact",
+    need_sort: Annotated[bool, typer.Option(help="Token: freed pages wait and are merged sorted.")] = False,
+    check: Annotated[bool, typer.Option(help="Verify every invariant after every op.")] = False,
+) -> None:
+    """Run neutral scenarios through an allocator and write its decision logs."""
+    import json
+
+    from kvarena.experiments import scenarios as sc
+
+    if allocator not in ("block", "token"):
+        raise ValueError(f"--allocator: expected block or token, found {allocator!r}")
+    if admission not in ("exact", "sglang"):
+        raise ValueError(f"--admission: expected exact or sglang, found {admission!r}")
+    files = sc.scenario_files(path)
+    for file in files:
+        parsed = sc.read_scenario(file)
+        lines = sc.run_scenario(
+            parsed, allocator, check=check, page_size=page_size, admission=admission, need_sort=need_sort
+        )
+        if out is None:
+            for line in lines:
+                print(json.dumps(line, separators=(",", ":")))
+            continue
+        suffix = "" if page_size is None else f".p{page_size}"
+        target = out / f"{parsed.name}{suffix}.jsonl" if path.is_dir() or out.is_dir() else out
+        sc.write_log(lines, target)
+    if out is not None:
+        print(f"{len(files)} decision logs in {out}", file=sys.stderr)

@@ -1,0 +1,244 @@
+"""Runs neutral scenarios through an allocator and writes decision logs.
+
+A scenario is a JSON-lines file: a header, then one op a line (arrive, decode, finish, preempt, reset). The
+decision log answers each op with what the allocator did, in the format in which the upstreams' own decisions
+were recorded, so that the two can be compared line by line.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvarena.allocators.config import make_allocator
+from kvarena.allocators.interface import EventKind, Gate, KVAllocator, Pin, Release, Sequence
+
+SCENARIO_FORMAT = "kv-scenario/1"
+RETRACT_DECODE_STEPS = 20  # SGLang evicts this many tokens for each request left after a preemption
+_PEERS = {"block": "vllm 0.32.0", "token": "sglang 0.5.22"}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A parsed scenario file: `header` as written, `ops` with the file line of each."""
+
+    path: Path
+    header: dict[str, Any]
+    ops: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.path.name.removesuffix(".gz").removesuffix(".jsonl")
+
+
+def read_scenario(path: Path) -> Scenario:
+    """Read a scenario (.jsonl or .jsonl.gz). Raises ValueError naming file and line."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    rows: list[tuple[int, dict[str, Any]]] = []
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    rows.append((number, _parse(path, number, line)))
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read as a scenario ({error})") from None
+    if not rows:
+        raise ValueError(f"{path}: empty; expected a header line with format {SCENARIO_FORMAT!r}")
+    header = rows[0][1]
+    if header.get("format") != SCENARIO_FORMAT:
+        raise ValueError(f"{path}:1: format: expected {SCENARIO_FORMAT!r}, found {header.get('format')!r}")
+    for name in ("num_slots", "page_size"):
+        if not isinstance(header.get(name), int) or isinstance(header[name], bool) or header[name] < 1:
+            raise ValueError(f"{path}:1: {name}: expected a positive integer, found {header.get(name)!r}")
+    return Scenario(path, header, rows[1:])
+
+
+def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{number}: not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{path}:{number}: expected an object, found {type(row).__name__}")
+    return row
+
+
+class ScenarioRunner:
+    """Replays one scenario through one allocator; `decide(op)` answers one line of the decision log."""
+
+    def __init__(self, allocator: KVAllocator, gate: Gate | None = None) -> None:
+        self.allocator = allocator
+        self.gate = gate
+        self.live: dict[str, Sequence] = {}
+        self.preempted: dict[str, Sequence] = {}
+        allocator.events.enabled = True
+
+    @classmethod
+    def for_scenario(
+        cls,
+        header: dict[str, Any],
+        kind: str,
+        *,
+        page_size: int | None = None,
+        admission: str = "exact",
+        need_sort: bool = False,
+        **overrides: Any,
+    ) -> ScenarioRunner:
+        """The allocator that a header asks for. `page_size` overrides the header's; num_slots stays."""
+        size = page_size or header["page_size"]
+        spec: dict[str, Any] = {"kind": kind, "page_size": size, **overrides}
+        spec["prefix_cache"] = header.get("enable_prefix_cache", True)
+        if header.get("sliding_window") is not None:
+            spec["sliding_window"] = header["sliding_window"]
+            spec["retention_interval"] = header.get("retention_interval")
+        if need_sort:
+            spec["need_sort"] = True
+        num_pages = header["num_slots"] // size
+        if num_pages < 1:
+            raise ValueError(f"num_slots {header['num_slots']} holds no page of {size} tokens")
+        # SGLang's scheduler asks for a page more than the prompt, in tokens, strictly.
+        gate = Gate(page_rounded=False, strict=True, headroom=size) if admission == "sglang" else Gate()
+        return cls(make_allocator(spec, num_pages=num_pages), gate)
+
+    def decide(self, op: dict[str, Any]) -> dict[str, Any]:
+        """Carry out one op; returns its decision-log line without `i`."""
+        self.allocator.events.drain()
+        verb = op["op"]
+        if verb == "reset":
+            line: dict[str, Any] = {"ok": self.allocator.reset(), "hit": 0}
+        elif verb == "arrive":
+            line = self._arrive(op)
+        elif verb in ("decode", "finish", "preempt"):
+            if op["id"] not in self.live:
+                line = {"ok": False, "skipped": True, "hit": 0}
+            else:
+                line = getattr(self, f"_{verb}")(op, self.live[op["id"]])
+        else:
+            raise ValueError(f"op: expected arrive, decode, finish, preempt or reset, found {verb!r}")
+        capacity = self.allocator.capacity()
+        line["free"], line["evictable"] = capacity.free, capacity.evictable
+        line["evicted"] = [
+            page for event in self.allocator.events.rows if event.kind is EventKind.EVICT for page in event.page_ids
+        ]
+        return line
+
+    def _arrive(self, op: dict[str, Any]) -> dict[str, Any]:
+        seq = self._sequence(op)
+        pin = self.allocator.pin(seq, self.gate)
+        if pin is None or not self._prefill(seq, pin, op.get("chunk")):
+            return {"ok": False, "hit": 0, "pages": []}
+        self.live[seq.request_id] = seq
+        return {"ok": True, "hit": pin.hit_tokens, "pages": list(self.allocator.page_ids(seq))}
+
+    def _sequence(self, op: dict[str, Any]) -> Sequence:
+        seq = sequence_of(op)
+        if seq.request_id in self.live:
+            raise ValueError(f"arrive: request {seq.request_id!r} is already live")
+        before = self.preempted.pop(seq.request_id, None)
+        if before is not None and before.token_ids == seq.token_ids:
+            before.resume()
+            return before
+        return seq
+
+    def _prefill(self, seq: Sequence, pin: Pin, chunk: int | None) -> bool:
+        end = seq.num_prefill_tokens
+        step = end
+        if chunk is not None:
+            step = self._chunk_tokens(chunk)
+        while seq.num_computed_tokens < end:
+            n = min(step, end - seq.num_computed_tokens)
+            if self.allocator.extend(seq, n) is None:
+                self._give_up(seq, pin)
+                return False
+            self.allocator.commit([(seq, seq.num_computed_tokens + n)])
+        return True
+
+    def _give_up(self, seq: Sequence, pin: Pin) -> None:
+        if seq.num_computed_tokens > pin.hit_tokens:  # an earlier chunk was taken
+            self.allocator.release([seq], Release.ABORT)
+
+    def _chunk_tokens(self, chunk: int) -> int:
+        if self.allocator.kind != "token":
+            return chunk
+        size = self.allocator.page_size
+        return max(chunk // size, 1) * size
+
+    def _decode(self, op: dict[str, Any], seq: Sequence) -> dict[str, Any]:
+        seq.append(op["token"])
+        reservation = self.allocator.extend(seq, 1)
+        if reservation is None:
+            seq.pop()
+            return {"ok": False, "hit": 0, "new_pages": []}
+        self.allocator.commit([(seq, seq.num_tokens)])
+        return {"ok": True, "hit": 0, "new_pages": list(reservation.page_ids)}
+
+    def _finish(self, op: dict[str, Any], seq: Sequence) -> dict[str, Any]:
+        self.allocator.release([self.live.pop(op["id"])], Release.FINISH)
+        return {"ok": True, "hit": 0}
+
+    def _preempt(self, op: dict[str, Any], seq: Sequence) -> dict[str, Any]:
+        self.allocator.release([self.live.pop(op["id"])], Release.PREEMPT)
+        if self.allocator.kind == "token":
+            self.allocator.evict(RETRACT_DECODE_STEPS * len(self.live))
+        else:
+            # Only vLLM's rules know the request when it comes back.
+            self.preempted[op["id"]] = seq
+        return {"ok": True, "hit": 0}
+
+
+def sequence_of(op: dict[str, Any]) -> Sequence:
+    """The sequence that an `arrive` op describes, with its namespace and extra keys."""
+    key = op.get("key", {})
+    unknown = set(key) - {"lora", "salt", "mm"}
+    if unknown:
+        raise ValueError(f"arrive {op['id']!r}: key: expected lora, salt or mm, found {sorted(unknown)}")
+    namespace = tuple((name, _frozen(key[name])) for name in ("lora", "salt") if name in key) or None
+    items = [(offset, length, content) for offset, length, content in key.get("mm", ())]
+    return Sequence(op["id"], op["tokens"], namespace=namespace, extra_keys=items)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def run_scenario(scenario: Scenario, kind: str, *, check: bool = False, **options: Any) -> Iterator[dict[str, Any]]:
+    """Yield the decision log of a scenario, header line first. `check` verifies the allocator after every op."""
+    runner = ScenarioRunner.for_scenario(scenario.header, kind, **options)
+    size = runner.allocator.page_size
+    yield {**scenario.header, "page_size": size, "peer": f"kvarena {kind} ({_PEERS.get(kind, 'own')} rules)"}
+    for index, (number, op) in enumerate(scenario.ops, 1):
+        try:
+            line = runner.decide(op)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{scenario.path}:{number}: {error}") from None
+        if check:
+            runner.allocator.check()
+        yield {"i": index, **line}
+
+
+def scenario_files(path: Path) -> list[Path]:
+    """The scenario itself, or all scenarios of a folder by name. Raises ValueError when there is none."""
+    if path.is_file():
+        return [path]
+    files = sorted(p for p in path.glob("*.jsonl*") if p.name.endswith((".jsonl", ".jsonl.gz")))
+    if not files:
+        raise ValueError(f"{path}: no scenario found; expected a .jsonl or .jsonl.gz file, or a folder of them")
+    return files
+
+
+def write_log(lines: Iterable[dict[str, Any]], out: Path) -> None:
+    """Write a decision log under a temporary name and rename it, so that a half log never stands."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            for line in lines:
+                file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)

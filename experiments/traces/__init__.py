@@ -1,0 +1,1 @@
+"""Readers for public trace formats, and where to get the traces."""

@@ -1,0 +1,101 @@
+"""Request and Trace: what every reader and workload generator yields, and every replay consumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Outputs = Literal["none", "unreachable", "inferred", "recorded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """What a trace can show. A factor that it cannot show is reported as "not observable here", never as 0.
+
+    grain         tokens that one id of the trace stands for; 1 = token ids
+    publish_time  arrivals overlap in a way that publishing time can matter
+    outputs       none: replies have no ids; unreachable: they have ids that no later prompt contains;
+                  inferred: estimated; recorded: replies return verbatim in later prompts
+    sessions      requests are grouped into sessions
+    """
+
+    grain: int
+    publish_time: bool
+    outputs: Outputs
+    sessions: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a trace.
+
+    arrival_s           seconds since the first request
+    num_prompt_tokens   true length of the prompt
+    num_output_tokens   true length of the reply (schedulers never see it)
+    token_ids           int32 [num_prompt_tokens], or None when the trace has ids of `grain` tokens
+    hash_ids            dense int32 ids in order of first use [ceil(num_prompt_tokens / grain)], or None
+    output_ids          int32 token ids of the reply (or dense ids, at grain), or None
+    session_id          requests of one conversation share it
+    namespace           isolates prefixes (LoRA, salt, tenant)
+    extra               fields of the source that no replay needs (type, turn, parent ...)
+    """
+
+    request_id: str
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    grain: int = 1
+    token_ids: NDArray[np.int32] | None = None
+    hash_ids: NDArray[np.int32] | None = None
+    output_ids: NDArray[np.int32] | None = None
+    session_id: str | None = None
+    namespace: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def prompt_ids(self) -> NDArray[np.int32]:
+        """Token ids of the prompt, int32 [num_prompt_tokens].
+
+        From hash ids: token = id x grain + j, the last block cut to its real length, so no two blocks share a
+        token. Raises ValueError when a token passes 2^31 - 1.
+        """
+        import numpy as np
+
+        if self.token_ids is not None:
+            return self.token_ids
+        if self.hash_ids is None:
+            raise ValueError(f"request {self.request_id}: the trace has lengths only, no ids")
+        if self.hash_ids.size and (int(self.hash_ids.max()) + 1) * self.grain > 2**31:
+            raise ValueError(
+                f"request {self.request_id}: id {int(self.hash_ids.max())} x {self.grain} tokens passes 2^31 tokens"
+            )
+        starts = self.hash_ids.astype(np.int32) * np.int32(self.grain)
+        tokens = (starts[:, None] + np.arange(self.grain, dtype=np.int32)).reshape(-1)
+        return tokens[: self.num_prompt_tokens]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A named, re-iterable stream of requests in arrival order.
+
+    source        file or generator description with its parameters and seed
+    read          called once per pass; yields requests sorted by arrival, ties in file order
+    num_requests  known count, or None before a first pass
+    warnings      what the reader changed or skipped, with counts (never silent)
+    """
+
+    name: str
+    visible: Visible
+    read: Callable[[], Iterator[Request]]
+    num_requests: int | None = None
+    source: dict[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.read()

@@ -1,0 +1,1 @@
+"""Workloads that need no download, each from a seed."""

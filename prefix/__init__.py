@@ -1,0 +1,1 @@
+"""Which cached pages match these tokens? Pure data structures over token ids and page ids."""
