@@ -148,7 +148,7 @@ AllocatorSpec = str | Mapping[str, Any] | Design | type[KVAllocator] | KVAllocat
 
 
 def design(spec: str | Mapping[str, Any] | Design) -> Design:
-    """Resolve a preset name or a mapping with `kind` into a full `Design`. Raises ValueError listing what is allowed."""
+    """Resolve a preset name or a mapping with `kind` into a full `Design`; ValueError lists what is allowed."""
     if isinstance(spec, Design):
         return spec
     if isinstance(spec, str):

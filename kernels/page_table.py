@@ -27,7 +27,7 @@ class PageTable:
     tokens_per_entry: int
 
     def slots(self, request: int) -> Tensor:
-        """Slots of all tokens of one request, int64 [seq_len], in position order. Synchronises; for tests and reports."""
+        """Slots of all tokens of one request, int64 [seq_len], in position order. Synchronises the device."""
         length = int(self.seq_lens[request])
         positions = torch.arange(length, device=self.entries.device)
         row = self.entries[self.rows[request].long()].long()
