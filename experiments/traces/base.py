@@ -13,22 +13,27 @@ if TYPE_CHECKING:
 
 Outputs = Literal["none", "unreachable", "inferred", "recorded"]
 
+MAX_TOKEN = 2**31 - 1
+"""The largest token id: token buffers are int32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Visible:
     """What a trace can show. A factor that it cannot show is reported as "not observable here", never as 0.
 
     grain         tokens that one id of the trace stands for; 1 = token ids
-    publish_time  arrivals overlap in a way that publishing time can matter
+    publish_time  sharers of a prefix arrive so close together that the time of publishing can matter
     outputs       none: replies have no ids; unreachable: they have ids that no later prompt contains;
                   inferred: estimated; recorded: replies return verbatim in later prompts
     sessions      requests are grouped into sessions
+    reuse         False: the source has lengths only, so a hit rate says nothing about it
     """
 
     grain: int
     publish_time: bool
     outputs: Outputs
     sessions: bool
+    reuse: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,8 @@ class Request:
     num_output_tokens   true length of the reply (schedulers never see it)
     token_ids           int32 [num_prompt_tokens], or None when the trace has ids of `grain` tokens
     hash_ids            dense int32 ids in order of first use [ceil(num_prompt_tokens / grain)], or None
-    output_ids          int32 token ids of the reply (or dense ids, at grain), or None
+    output_ids          int32 token ids of the reply [num_output_tokens]; at grain > 1 dense ids of the full blocks
+                        that the reply completes; None when the trace has none
     session_id          requests of one conversation share it
     namespace           isolates prefixes (LoRA, salt, tenant)
     extra               fields of the source that no replay needs (type, turn, parent ...)
@@ -62,7 +68,7 @@ class Request:
         """Token ids of the prompt, int32 [num_prompt_tokens].
 
         From hash ids: token = id x grain + j, the last block cut to its real length, so no two blocks share a
-        token. Raises ValueError when a token passes 2^31 - 1.
+        token. Raises ValueError when a token passes 2^31 - 1. O(num_prompt_tokens) from hash ids, else O(1).
         """
         import numpy as np
 
@@ -70,13 +76,17 @@ class Request:
             return self.token_ids
         if self.hash_ids is None:
             raise ValueError(f"request {self.request_id}: the trace has lengths only, no ids")
-        if self.hash_ids.size and (int(self.hash_ids.max()) + 1) * self.grain > 2**31:
+        if self.hash_ids.size and (int(self.hash_ids.max()) + 1) * self.grain > MAX_TOKEN + 1:
             raise ValueError(
                 f"request {self.request_id}: id {int(self.hash_ids.max())} x {self.grain} tokens passes 2^31 tokens"
             )
         starts = self.hash_ids.astype(np.int32) * np.int32(self.grain)
         tokens = (starts[:, None] + np.arange(self.grain, dtype=np.int32)).reshape(-1)
         return tokens[: self.num_prompt_tokens]
+
+    def reply_ids(self) -> NDArray[np.int32] | None:
+        """Token ids of the reply, int32 [num_output_tokens]; None when the trace has none at token grain."""
+        return self.output_ids if self.grain == 1 else None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,146 @@
+"""What a format is, and the registry of formats.
+
+A format is one small module with a `FORMAT`: how its first row is recognised, what its numbers mean (unit of time,
+tokens an id), and a generator that turns rows into raw requests. `register` adds one from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvarena.experiments.traces.rows import Row, RowSource
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Kind = Literal["jsonl", "csv", "folder", "any"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a caller may ask of a reader.
+
+    grain         tokens that one id stands for, where the file does not say (None = the format's own)
+    full_blocks   hash_ids cover floor(input / grain) blocks: the tail gets an id of its own
+    keep_failed   keep rows whose reply is empty (BurstGPT marks failed calls so)
+    tokenizer     text -> list of token ids, for formats that hold text
+    """
+
+    grain: int | None = None
+    full_blocks: bool = False
+    keep_failed: bool = False
+    tokenizer: Callable[[str], list[int]] | None = None
+
+
+@dataclass(slots=True)
+class RawRequest:
+    """A row as its format reads it: time in the format's unit, ids still names, order that of the file."""
+
+    where: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    time: int | float | None = None
+    grain: int = 1
+    request_id: str | None = None
+    token_ids: NDArray[np.int32] | None = None
+    names: list[Any] | None = None
+    output_ids: NDArray[np.int32] | None = None
+    output_names: list[Any] | None = None
+    session_id: str | None = None
+    namespace: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A row that is left out, and why. Drops are counted and reported, never silent."""
+
+    reason: str
+
+
+Parse = Callable[[Iterator[Row], Options], Iterator[RawRequest | Dropped]]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One trace format.
+
+    ticks_per_second  1000 for milliseconds, 1 for seconds, 10^9 for nanoseconds
+    grain             tokens that one id stands for unless a row or the caller says otherwise; 0 = lengths only
+    matches           does a first row with these fields belong to this format?
+    parse             rows to raw requests
+    options           names of the `Options` that it honours
+    open_folder       for kind "folder": rows of a folder
+    """
+
+    name: str
+    about: str
+    kind: Kind
+    fields: str
+    grain: int
+    ticks_per_second: int
+    matches: Callable[[Mapping[str, Any]], bool]
+    parse: Parse
+    options: frozenset[str] = frozenset()
+    open_folder: Callable[[Path], RowSource] | None = None
+
+
+_BUILT_IN = ("hashes", "mooncake", "tokens")
+"""Modules of this package with a FORMAT, the more special first: the first match wins."""
+
+_extra: dict[str, Format] = {}
+
+
+def register(fmt: Format) -> None:
+    """Adds a format under its name. Raises ValueError when the name is taken."""
+    if fmt.name in formats():
+        raise ValueError(f"format {fmt.name!r} exists already")
+    _extra[fmt.name] = fmt
+
+
+def formats() -> dict[str, Format]:
+    """All formats by name, in the order in which a first row is tried."""
+    built_in = (import_module(f"kvarena.experiments.traces.{name}").FORMAT for name in _BUILT_IN)
+    return {**_extra, **{fmt.name: fmt for fmt in built_in}}
+
+
+def get_format(name: str) -> Format:
+    """The format of that name. Raises ValueError that lists the formats."""
+    known = formats()
+    if name not in known:
+        raise ValueError(f"unknown trace format {name!r}: expected one of\n{format_table()}")
+    return known[name]
+
+
+def recognise(row: Row, kinds: Iterable[str]) -> Format:
+    """The format whose fields the first row has; never a guess from the size of its numbers.
+
+    Raises ValueError that lists the formats when none fits.
+    """
+    allowed = set(kinds) | {"any"}
+    for fmt in formats().values():
+        if fmt.kind in allowed and fmt.matches(row.fields):
+            return fmt
+    found = ", ".join(sorted(map(str, row.fields))) or "no fields"
+    raise ValueError(
+        f"{row.where}: unknown trace format: expected the fields of one of\n{format_table()}\nfound: {found[:300]}"
+    )
+
+
+def format_table() -> str:
+    """One line a format: its name and its fields."""
+    return "\n".join(f"  {fmt.name:<14} {fmt.fields}" for fmt in formats().values())
+
+
+def check_options(fmt: Format, options: Mapping[str, Any]) -> Options:
+    """Options of that format. Raises ValueError for one that it does not know."""
+    for name in options:
+        if name not in fmt.options:
+            allowed = ", ".join(sorted(fmt.options)) or "none"
+            raise ValueError(f"option {name!r}: expected one of those of format {fmt.name!r} ({allowed})")
+    return Options(**options)

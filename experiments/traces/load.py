@@ -1,0 +1,264 @@
+"""From rows to a `Trace`: one pass that checks every row, then as many passes as a replay wants.
+
+The file is never held: a pass reads, orders, names and yields one request at a time. Rows out of time order wait in a
+buffer only until their turn, so its size is how far they are displaced.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kvarena.experiments.traces.base import MAX_TOKEN, Request, Trace
+from kvarena.experiments.traces.formats import (
+    Dropped,
+    Format,
+    Options,
+    RawRequest,
+    check_options,
+    get_format,
+    recognise,
+)
+from kvarena.experiments.traces.lines import TextFile
+from kvarena.experiments.traces.rows import Row, RowSource, csv_rows, frame_rows, json_rows, list_rows
+from kvarena.experiments.traces.visible import VisibleMeasure
+from numpy.typing import NDArray
+
+
+def load_file(path: Path, format: str | None, *, name: str, options: dict[str, Any], **settings: Any) -> Trace:
+    """A trace from a file (.jsonl, .csv, each also .gz) or a folder. Raises ValueError as `load_trace` says."""
+    fmt = get_format(format) if format else None
+    if path.is_dir():
+        rows, kinds = _folder_rows(path, fmt)
+    else:
+        rows, kinds = _file_rows(path, fmt)
+    fmt = fmt or recognise(_first_row(rows, str(path)), kinds)
+    return _trace(rows, fmt, options, name=name, path=path, **settings)
+
+
+def load_rows(rows: RowSource, format: str | None, *, name: str, options: dict[str, Any], **settings: Any) -> Trace:
+    """A trace from a DataFrame's or list's rows, whose fields decide the format unless it is given."""
+    fmt = get_format(format) if format else recognise(_first_row(rows, name), ("jsonl", "csv"))
+    return _trace(rows, fmt, options, name=name, path=None, **settings)
+
+
+def _file_rows(path: Path, fmt: Format | None) -> tuple[RowSource, tuple[str, ...]]:
+    file = TextFile(path)
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    is_csv = fmt.kind == "csv" if fmt and fmt.kind != "any" else bool(suffixes) and suffixes[-1] == ".csv"
+    if is_csv:
+        return (lambda: csv_rows(file)), ("csv",)
+    return (lambda: json_rows(file)), ("jsonl",)
+
+
+def _folder_rows(path: Path, fmt: Format | None) -> tuple[RowSource, tuple[str, ...]]:
+    if fmt is None or fmt.open_folder is None:
+        raise ValueError(f"{path}: expected a file, found a folder (name the format to read a folder of traces)")
+    return fmt.open_folder(path), ("folder",)
+
+
+def _first_row(rows: RowSource, where: str) -> Row:
+    for row in rows():
+        return row
+    raise ValueError(f"{where}: expected at least one row, found none")
+
+
+def _trace(
+    rows: RowSource,
+    fmt: Format,
+    options: dict[str, Any],
+    *,
+    name: str,
+    path: Path | None,
+    speed: float,
+    limit: int | None,
+) -> Trace:
+    pipeline = Pipeline(rows, fmt, check_options(fmt, options), speed=speed, limit=limit)
+    scan = pipeline.scan(str(path or name))
+    settings: dict[str, Any] = {k: v for k, v in options.items() if not callable(v)}
+    source = {"format": fmt.name, **settings, "speed": speed, "limit": limit, "dropped": dict(scan.dropped)}
+    return Trace(
+        name=name,
+        visible=scan.measure.visible(scan.grain, reuse=fmt.grain > 0),
+        read=lambda: pipeline.read(scan),
+        num_requests=scan.num_requests,
+        source=source if path is None else {"path": str(path), **source},
+        path=path,
+        warnings=scan.warnings(),
+    )
+
+
+@dataclass
+class Scan:
+    """What the first pass found."""
+
+    grain: int = 1
+    num_requests: int = 0
+    base: int | float = 0
+    timed: bool = True
+    out_of_order: int = 0
+    ranks: NDArray[np.int64] | None = None
+    dropped: Counter[str] = field(default_factory=Counter)
+    measure: VisibleMeasure = field(default_factory=VisibleMeasure)
+    notes: list[str] = field(default_factory=list)
+
+    def warnings(self) -> list[str]:
+        found = list(self.notes)
+        if self.out_of_order:
+            found.append(f"{self.out_of_order} rows out of order: sorted by time, equal times keep the file's order")
+        if not self.timed:
+            found.append("no arrival times: requests keep the order of the source and all arrive at 0 s")
+        found += [f"{count} rows dropped: {reason}" for reason, count in self.dropped.items()]
+        return found
+
+
+class DenseIds:
+    """Names to indices 0, 1, 2 ... in order of first use, so 64-bit and negative ids are safe."""
+
+    def __init__(self, grain: int) -> None:
+        self._grain = grain
+        self._index: dict[Any, int] = {}
+
+    def map(self, names: list[Any], where: str) -> NDArray[np.int32]:
+        """int32 [len(names)]. Raises ValueError when the tokens of the last id pass 2^31."""
+        index = self._index
+        dense = [index.setdefault(name, len(index)) for name in names]
+        if len(index) * self._grain > MAX_TOKEN + 1:
+            raise ValueError(
+                f"{where}: field 'hash_ids': expected at most 2^31 / {self._grain} = {(MAX_TOKEN + 1) // self._grain} "
+                f"distinct ids (a token is id x {self._grain} + j and has to fit 31 bits), found {len(index)}"
+            )
+        return np.array(dense, dtype=np.int32)
+
+
+class Pipeline:
+    """rows -> raw requests -> time order -> dense ids -> requests."""
+
+    def __init__(self, rows: RowSource, fmt: Format, options: Options, *, speed: float, limit: int | None) -> None:
+        self.rows = rows
+        self.format = fmt
+        self.options = options
+        self.ticks = fmt.ticks_per_second
+        self.speed = speed
+        self.limit = limit
+
+    def scan(self, where: str) -> Scan:
+        """Checks every row and measures what the trace can show."""
+        scan = Scan()
+        times = array("d")
+        first: int | float = 0
+        ids: set[str] = set()
+        finish: _Finish | None = None
+        for raw in self._raw(scan.dropped):
+            if finish is None:
+                first, scan.timed, scan.grain = raw.time or 0, raw.time is not None, raw.grain
+                finish = _Finish(self, first, scan.grain)
+            self._check(raw, scan, ids, len(times))
+            # Differences, not times: a nanosecond epoch does not fit a double.
+            times.append((raw.time or 0) - first)
+            scan.measure.feed(finish(raw, len(times) - 1), times[-1] / self.ticks / self.speed if scan.timed else None)
+        if not times:
+            raise ValueError(f"{where}: expected at least one request, found none{_reasons(scan.dropped)}")
+        scan.num_requests = len(times)
+        scan.base = first
+        self._order(scan, np.frombuffer(times), first)
+        return scan
+
+    def read(self, scan: Scan) -> Iterator[Request]:
+        """Requests in arrival order."""
+        finish = _Finish(self, scan.base, scan.grain)
+        for position, raw in self._in_order(scan.ranks):
+            yield finish(raw, position)
+
+    def _raw(self, dropped: Counter[str]) -> Iterator[RawRequest]:
+        for raw in islice(self.format.parse(self.rows(), self.options), self.limit):
+            if isinstance(raw, Dropped):
+                dropped[raw.reason] += 1
+            else:
+                yield raw
+
+    def _in_order(self, ranks: NDArray[np.int64] | None) -> Iterator[tuple[int, RawRequest]]:
+        """(position in the file, raw request) by rank; rows ahead of their turn wait."""
+        waiting: dict[int, tuple[int, RawRequest]] = {}
+        turn = 0
+        for position, raw in enumerate(self._raw(Counter())):
+            if ranks is None:
+                yield position, raw
+                continue
+            waiting[int(ranks[position])] = (position, raw)
+            while turn in waiting:
+                yield waiting.pop(turn)
+                turn += 1
+
+    def _check(self, raw: RawRequest, scan: Scan, ids: set[str], position: int) -> None:
+        if raw.grain != scan.grain:
+            raise ValueError(
+                f"{raw.where}: field 'block_size': expected {scan.grain} tokens an id on every row, found {raw.grain}"
+            )
+        if (raw.time is not None) != scan.timed:
+            found = "none" if raw.time is None else "one"
+            raise ValueError(f"{raw.where}: arrival time: expected on every row or on none, found {found} here")
+        name = raw.request_id if raw.request_id is not None else f"r{position}"
+        if name in ids:
+            raise ValueError(f"{raw.where}: field 'request_id': expected one row for each, found {name!r} twice")
+        ids.add(name)
+
+    def _order(self, scan: Scan, times: NDArray[np.float64], first: int | float) -> None:
+        scan.out_of_order = int((times < np.maximum.accumulate(times)).sum())
+        if not scan.out_of_order:
+            return
+        order = np.argsort(times, kind="stable")
+        scan.ranks = np.empty(len(times), np.int64)
+        scan.ranks[order] = np.arange(len(times))
+        scan.base = next(raw.time for i, raw in enumerate(self._raw(Counter())) if i == order[0]) or 0
+        scan.measure = VisibleMeasure()
+        for request in self.read(scan):
+            scan.measure.feed(request, request.arrival_s)
+
+
+class _Finish:
+    """Raw requests in arrival order to requests: dense ids, seconds from the first arrival."""
+
+    def __init__(self, pipeline: Pipeline, base: int | float, grain: int) -> None:
+        self._scale = pipeline.ticks
+        self._speed = pipeline.speed
+        self._base = base
+        self._dense = DenseIds(grain)
+
+    def __call__(self, raw: RawRequest, position: int) -> Request:
+        hash_ids = None if raw.names is None else self._dense.map(raw.names, raw.where)
+        output_ids = raw.output_ids
+        if raw.output_names is not None:
+            output_ids = self._dense.map(raw.output_names, raw.where)
+        return Request(
+            request_id=raw.request_id if raw.request_id is not None else f"r{position}",
+            arrival_s=0.0 if raw.time is None else (raw.time - self._base) / self._scale / self._speed,
+            num_prompt_tokens=raw.num_prompt_tokens,
+            num_output_tokens=raw.num_output_tokens,
+            grain=raw.grain,
+            token_ids=raw.token_ids,
+            hash_ids=hash_ids,
+            output_ids=output_ids,
+            session_id=raw.session_id,
+            namespace=raw.namespace,
+            extra=raw.extra,
+        )
+
+
+def _reasons(dropped: Counter[str]) -> str:
+    return "".join(f"; {count} rows dropped: {reason}" for reason, count in dropped.items())
+
+
+def source_rows(spec: Any) -> RowSource | None:
+    """Rows of a DataFrame or a list, or None for anything else."""
+    if hasattr(spec, "itertuples") and hasattr(spec, "columns"):
+        return lambda: frame_rows(spec)
+    if isinstance(spec, (list, tuple)):
+        return lambda: list_rows(spec)
+    return None

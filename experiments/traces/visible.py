@@ -1,0 +1,158 @@
+"""Measures what a trace can show, from its requests in arrival order: see `Visible`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from kvarena.experiments.traces.base import Outputs, Request, Visible
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+IN_FLIGHT_S = 30.0
+"""A request is taken to be possibly still running this long after its arrival (1,000 tokens at 30 ms each)."""
+
+_SHORTEST_SHARED = 16
+
+
+class PrefixHasher:
+    """64-bit hashes of all prefixes of a token sequence at once, for measuring, never for caching decisions.
+
+    hash(t[:n]) = sum of mix(t[i]) x r^i mod 2^64. Equal prefixes have equal hashes; O(n), vectorised.
+    """
+
+    _RATIO = 0x9E3779B97F4A7C15
+
+    def __init__(self) -> None:
+        self._powers = np.ones(1, np.uint64)
+
+    def hashes(self, tokens: NDArray[np.int32]) -> NDArray[np.uint64]:
+        """uint64 [n]: entry i is the hash of tokens[: i + 1]."""
+        if len(tokens) > len(self._powers):
+            ratios = np.full(2 * len(tokens), self._RATIO, np.uint64)
+            ratios[0] = 1
+            self._powers = np.cumprod(ratios, dtype=np.uint64)
+        return np.cumsum(self._mix(tokens) * self._powers[: len(tokens)], dtype=np.uint64)
+
+    @staticmethod
+    def _mix(tokens: NDArray[np.int32]) -> NDArray[np.uint64]:
+        mixed = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed ^= mixed >> np.uint64(31)
+        mixed *= np.uint64(0x94D049BB133111EB)
+        return mixed ^ (mixed >> np.uint64(29))
+
+
+class VisibleMeasure:
+    """Feed every request in arrival order, then ask for `outputs` and `publish_time`.
+
+    `replies` counts replies with ids and `returned` those that a later prompt contains (token grain: the later prompt
+    starts with prompt and whole reply; id grain: it contains an id that this reply was the first to bring). With
+    `exhaustive=False` counting stops once the answer is known.
+    """
+
+    def __init__(self, *, exhaustive: bool = False) -> None:
+        self.exhaustive = exhaustive
+        self.replies = 0
+        self.returned = 0
+        self.sessions = False
+        self.publish_time = False
+        self._grain = 1
+        self._hasher = PrefixHasher()
+        self._scopes: dict[str | None, _Replies] = {}
+        self._output_owner: dict[int, int] = {}
+        self._returned_replies: set[int] = set()
+        self._first_seen = np.zeros(0)
+        self._key_seen: dict[tuple[int, int], float] = {}
+
+    def feed(self, request: Request, time_s: float | None) -> None:
+        """Takes one request; time_s None = the trace has no arrival times."""
+        self._grain = request.grain
+        self.sessions = self.sessions or request.session_id is not None
+        if request.hash_ids is not None:
+            self._feed_ids(request, request.hash_ids, time_s)
+        elif request.token_ids is not None:
+            self._feed_tokens(request, request.token_ids, time_s)
+
+    def outputs(self) -> Outputs:
+        if not self.replies:
+            return "none"
+        return "recorded" if self.returned else "unreachable"
+
+    def visible(self, grain: int, *, reuse: bool = True) -> Visible:
+        return Visible(grain, self.publish_time, self.outputs(), self.sessions, reuse)
+
+    def _feed_ids(self, request: Request, ids: NDArray[np.int32], time_s: float | None) -> None:
+        if self._output_owner and (self.exhaustive or not self.returned):
+            self._mark_returned({self._output_owner[i] for i in ids.tolist() if i in self._output_owner})
+        known = len(self._first_seen)
+        if time_s is not None:
+            old = ids[ids < known]
+            self.publish_time = self.publish_time or bool((self._first_seen[old] >= time_s - IN_FLIGHT_S).any())
+        if request.output_ids is not None and len(request.output_ids):
+            self._own(request.output_ids, max(known, int(ids.max()) + 1))
+        self._see(int(ids.max()) + 1, time_s)
+
+    def _own(self, outputs: NDArray[np.int32], fresh: int) -> None:
+        """Notes the ids that this reply is the first to bring: those from `fresh` on that no reply owns."""
+        for i in outputs.tolist():
+            if i >= fresh:
+                self._output_owner.setdefault(i, self.replies)
+        self.replies += 1
+
+    def _see(self, count: int, time_s: float | None) -> None:
+        grown = count - len(self._first_seen)
+        if grown > 0:
+            self._first_seen = np.concatenate([self._first_seen, np.full(grown, time_s or 0.0)])
+
+    def _feed_tokens(self, request: Request, tokens: NDArray[np.int32], time_s: float | None) -> None:
+        outputs = request.output_ids
+        whole = tokens if outputs is None else np.concatenate([tokens, outputs])
+        hashes = self._hasher.hashes(whole)
+        if time_s is not None and not self.publish_time:
+            self._feed_keys(hashes[: len(tokens)], time_s)
+        scope = self._scopes.setdefault(request.session_id, _Replies())
+        if scope.owner and (self.exhaustive or not self.returned):
+            self._mark_returned(scope.contained_in(hashes[: len(tokens)]))
+        if outputs is not None and len(outputs):
+            scope.add(len(whole), hashes[-1], self.replies)
+            self.replies += 1
+
+    def _feed_keys(self, hashes: NDArray[np.uint64], time_s: float) -> None:
+        """Prefixes at 16, 32, 64 ... tokens stand for all: a few keys a request, whatever its length."""
+        length = _SHORTEST_SHARED
+        while length <= len(hashes):
+            key = (length, int(hashes[length - 1]))
+            if key not in self._key_seen:
+                self._key_seen[key] = time_s
+            elif self._key_seen[key] >= time_s - IN_FLIGHT_S:
+                self.publish_time = True
+            length *= 2
+
+    def _mark_returned(self, replies: set[int]) -> None:
+        self._returned_replies |= replies
+        self.returned = len(self._returned_replies)
+
+
+class _Replies:
+    """Ends of the replies of one session (or of a trace without sessions): which of them does a prompt contain?"""
+
+    _LENGTH_MIX = 0xD6E8FEB86659FD93
+
+    def __init__(self) -> None:
+        self.owner: dict[int, int] = {}
+        self._lengths: dict[int, None] = {}
+
+    def add(self, length: int, whole_hash: np.uint64, reply: int) -> None:
+        self._lengths[length] = None
+        self.owner[int(self._keys(np.array([length]), np.array([whole_hash]))[0])] = reply
+
+    def contained_in(self, hashes: NDArray[np.uint64]) -> set[int]:
+        """Replies whose prompt and text the prompt with these prefix hashes starts with."""
+        lengths = np.fromiter(self._lengths, np.int64, len(self._lengths))
+        lengths = lengths[lengths <= len(hashes)]
+        keys = self._keys(lengths, hashes[lengths - 1]).tolist()
+        return {self.owner[key] for key in keys if key in self.owner}
+
+    def _keys(self, lengths: NDArray[np.int64], hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        return hashes ^ (lengths.astype(np.uint64) * np.uint64(self._LENGTH_MIX))

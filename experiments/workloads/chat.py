@@ -1,0 +1,199 @@
+"""`chat`: multi-turn conversations at token grain, in which every difference of the two designs can show.
+
+Each conversation is one growing token buffer:
+
+    [system prompt of its group][user header, message, end][assistant header, reply, end][user header, ...
+
+The prompt of turn t is the buffer up to the assistant header, its reply is what follows, so the next prompt starts
+with prompt and reply, token for token. System prompts have odd lengths (no page size divides them), are shared by
+groups of conversations whose popularity falls like 1 / rank, and arrivals overlap: many sharers are in flight before
+the first of them is done. A share of the prompts is sent twice within a second or so (the user asks for another
+answer): twins in flight, whose replies differ.
+
+Sizes follow published chat figures in kind, not in number: short messages, replies of a few hundred tokens, a think
+time of tens of seconds, a number of turns that falls geometrically. They are parameters; all lengths are in tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+from kvarena.experiments.traces.base import Request, Trace, Visible
+from kvarena.experiments.workloads import trace_of
+from kvarena.experiments.workloads.draws import (
+    check_count,
+    check_number,
+    lognormal_lengths,
+    poisson_arrivals,
+    zipf_choice,
+)
+from numpy.typing import NDArray
+
+USER_HEADER = (1, 3, 4, 2)
+ASSISTANT_HEADER = (1, 5, 2)
+END_OF_TURN = 6
+FIRST_TEXT_TOKEN = 16
+"""Ids below are the chat template's."""
+
+DECODE_S_PER_TOKEN = 0.02
+"""Nominal time a reply token takes when the think time starts after the reply."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Parameters of `chat`; every one is recorded with a result. Lengths are in tokens.
+
+    num_sessions        conversations; `sessions_per_s` of them start a second, Poisson
+    num_system_prompts  groups; conversation -> group with weight 1 / rank^system_zipf
+    system_prompt_*     lengths of system prompts, uniform, made odd
+    mean_turns          turns of a conversation, geometric, at most max_turns
+    message_*, reply_*  log-normal lengths (median, sigma of the logarithm), at most max_*
+    think_*             log-normal pause after a reply, seconds (the reply takes DECODE_S_PER_TOKEN a token)
+    retry_share         share of turns that are sent twice, 0.2 to 1.2 s apart, each with a reply of its own
+    vocab_size          text tokens are uniform in [FIRST_TEXT_TOKEN, vocab_size)
+    """
+
+    num_sessions: int = 600
+    sessions_per_s: float = 2.0
+    num_system_prompts: int = 16
+    system_zipf: float = 1.0
+    system_prompt_min: int = 151
+    system_prompt_max: int = 1151
+    mean_turns: float = 5.0
+    max_turns: int = 20
+    message_median: float = 48.0
+    message_sigma: float = 1.0
+    reply_median: float = 150.0
+    reply_sigma: float = 0.7
+    max_message: int = 2000
+    max_reply: int = 800
+    think_median_s: float = 20.0
+    think_sigma: float = 0.8
+    retry_share: float = 0.05
+    vocab_size: int = 32_000
+
+    def check(self) -> None:
+        """Raises ValueError that names the parameter."""
+        for name in ("num_sessions", "num_system_prompts", "max_turns", "max_message", "max_reply"):
+            check_count(name, getattr(self, name))
+        check_count("system_prompt_min", self.system_prompt_min)
+        check_count("system_prompt_max", self.system_prompt_max, minimum=self.system_prompt_min)
+        check_count("vocab_size", self.vocab_size, minimum=FIRST_TEXT_TOKEN + 2)
+        for name in ("system_zipf", "message_sigma", "reply_sigma", "think_sigma"):
+            check_number(name, getattr(self, name))
+        for name in ("sessions_per_s", "message_median", "reply_median", "think_median_s"):
+            check_number(name, getattr(self, name), minimum=1e-6)
+        check_number("mean_turns", self.mean_turns, minimum=1.0)
+        check_number("retry_share", self.retry_share, maximum=1.0)
+
+
+def make(seed: int = 0, shape: Shape | None = None) -> Trace:
+    """The `chat` workload of that seed, about 3,100 requests by default. Raises ValueError for a bad parameter."""
+    shape = shape or Shape()
+    check_count("seed", seed, minimum=0)
+    shape.check()
+    rng = np.random.default_rng([seed, 0xC4A7])
+    visible = Visible(grain=1, publish_time=True, outputs="recorded", sessions=True)
+    return trace_of("chat", _requests(rng, shape), visible, {"seed": seed, **asdict(shape)})
+
+
+def _requests(rng: np.random.Generator, shape: Shape) -> list[Request]:
+    systems = _system_prompts(rng, shape)
+    groups = zipf_choice(rng, shape.num_sessions, shape.num_system_prompts, shape.system_zipf)
+    starts = poisson_arrivals(rng, shape.num_sessions, shape.sessions_per_s)
+    turns = np.minimum(rng.geometric(1.0 / shape.mean_turns, shape.num_sessions), shape.max_turns)
+    timed: list[tuple[float, Request]] = []
+    for session in range(shape.num_sessions):
+        system = systems[groups[session]]
+        timed += _conversation(rng, shape, session, int(groups[session]), system, starts[session], int(turns[session]))
+    return in_arrival_order(timed)
+
+
+def _system_prompts(rng: np.random.Generator, shape: Shape) -> list[NDArray[np.int32]]:
+    lengths = rng.integers(shape.system_prompt_min, shape.system_prompt_max, shape.num_system_prompts, endpoint=True)
+    return [_text(rng, shape, int(length) | 1) for length in lengths]
+
+
+def _text(rng: np.random.Generator, shape: Shape, length: int) -> NDArray[np.int32]:
+    return rng.integers(FIRST_TEXT_TOKEN, shape.vocab_size, length, dtype=np.int32)
+
+
+def _conversation(
+    rng: np.random.Generator,
+    shape: Shape,
+    session: int,
+    group: int,
+    system: NDArray[np.int32],
+    start_s: float,
+    num_turns: int,
+) -> list[tuple[float, Request]]:
+    """(arrival, request) of every turn; token ids and replies are views of one buffer."""
+    messages = lognormal_lengths(
+        rng, num_turns, median=shape.message_median, sigma=shape.message_sigma, low=1, high=shape.max_message
+    )
+    replies = lognormal_lengths(
+        rng, num_turns, median=shape.reply_median, sigma=shape.reply_sigma, low=1, high=shape.max_reply
+    )
+    thinks = rng.lognormal(np.log(shape.think_median_s), shape.think_sigma, num_turns)
+    retried = rng.random(num_turns) < shape.retry_share
+    buffer, ends = _transcript(rng, shape, system, messages, replies)
+    timed: list[tuple[float, Request]] = []
+    now = start_s
+    for turn, (prompt_end, reply_end) in enumerate(ends):
+        output = buffer[prompt_end:reply_end]
+        name = f"s{session}.t{turn}"
+        extra = {"turn": turn, "group": group}
+        timed.append((now, _request(name, session, buffer[:prompt_end], output, extra)))
+        if retried[turn]:
+            other = _text(rng, shape, len(output))
+            later = now + rng.uniform(0.2, 1.2)
+            timed.append((later, _request(f"{name}.again", session, buffer[:prompt_end], other, extra)))
+        now += len(output) * DECODE_S_PER_TOKEN + thinks[turn]
+    return timed
+
+
+def _transcript(
+    rng: np.random.Generator,
+    shape: Shape,
+    system: NDArray[np.int32],
+    messages: NDArray[np.int64],
+    replies: NDArray[np.int64],
+) -> tuple[NDArray[np.int32], list[tuple[int, int]]]:
+    """The whole conversation, int32 [n], and (end of prompt, end of reply) of every turn."""
+    parts: list[NDArray[np.int32]] = [system]
+    ends: list[tuple[int, int]] = []
+    length = len(system)
+    for message, reply in zip(messages.tolist(), replies.tolist(), strict=True):
+        parts += [_ids(USER_HEADER), _text(rng, shape, message), _ids((END_OF_TURN,)), _ids(ASSISTANT_HEADER)]
+        prompt_end = length + len(USER_HEADER) + message + 1 + len(ASSISTANT_HEADER)
+        parts += [_text(rng, shape, reply - 1), _ids((END_OF_TURN,))]
+        length = prompt_end + reply
+        ends.append((prompt_end, length))
+    return np.concatenate(parts), ends
+
+
+def _ids(values: tuple[int, ...]) -> NDArray[np.int32]:
+    return np.array(values, np.int32)
+
+
+def _request(
+    name: str, session: int, prompt: NDArray[np.int32], output: NDArray[np.int32], extra: dict[str, int]
+) -> Request:
+    return Request(
+        request_id=name,
+        arrival_s=0.0,
+        num_prompt_tokens=len(prompt),
+        num_output_tokens=len(output),
+        token_ids=prompt,
+        output_ids=output,
+        session_id=f"s{session}",
+        extra=extra,
+    )
+
+
+def in_arrival_order(timed: list[tuple[float, Request]]) -> list[Request]:
+    """Requests sorted by time (equal times keep their order), arrivals counted from the first."""
+    timed = sorted(timed, key=lambda pair: pair[0])
+    first = timed[0][0]
+    return [replace(request, arrival_s=float(arrival - first)) for arrival, request in timed]
