@@ -1,0 +1,486 @@
+"""Device code of the Gluon extend kernel for Hopper (sm_90): two consumer warpgroups, one producer, one CTA an SM.
+
+A tile is 128 query rows: 128 / GROUP tokens times the GROUP query heads that share one KV head; 64 rows a consumer.
+The producer walks the tile's KV blocks of 128 tokens from the last to the first and fills two-stage rings of K and V
+in shared memory; the consumers run softmax(q K^T) V on them with wgmma, softmax of block j beside PV of block j + 1.
+Tiles come from a list that is sorted on the device (`kvarena.kernels.extend_gluon.plan_extend`); whichever CTA is
+free takes the next one through an atomic counter, and the last CTA to finish resets it.
+
+This module imports triton alone, so that it compiles for sm_90 in an environment without torch or a GPU. Written for
+the experimental Gluon API of Triton 3.6.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+BLOCK = gl.constexpr(128)  # KV tokens a block, also head_dim
+HALF = gl.constexpr(64)  # query rows of one consumer warpgroup
+RECORD = gl.constexpr(8)  # int32 fields of a tile: first query token, tokens, position, seq_len, table row, KV head
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+PROBS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=MMA.value, k_width=2))
+ROWS = gl.constexpr(gl.SliceLayout(1, MMA.value))
+COLS = gl.constexpr(gl.SliceLayout(0, MMA.value))
+STORE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+ONE = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
+
+
+@gluon.jit
+def _next_stage(stage, phase):
+    """The ring of two: the phase flips when stage 1 is left."""
+    return stage ^ 1, phase ^ stage
+
+
+@gluon.jit
+def _release(bar, PER_THREAD: gl.constexpr):
+    """Hand a buffer back: by every thread (no barrier before it), or by one thread after a barrier of the partition."""
+    if PER_THREAD:
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+    else:
+        mbarrier.arrive(bar)
+
+
+@gluon.jit
+def _mask_scores(scores, limit):
+    """[64, 128]: column c of a row stays where c <= limit, else -1e30 (finite: such a row heals at its next block)."""
+    cols = gl.arange(0, BLOCK, COLS)
+    # One asm for compare and select: as two ops, all predicates are computed first and packed into words.
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.le.s32 p, $2, $3; selp.f32 $0, $1, 0fF149F2CA, p; }",
+        "=f,f,r,r",
+        [scores, cols[None, :], limit[:, None]],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _partial_sums(p):
+    """Row sums of [64, 128] as four numbers a row, one a thread: no shuffle until the tile ends."""
+    return gl.sum(gl.sum(gl.reshape(p, [HALF, BLOCK // 8, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit
+def _rescale(sums, alpha):
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))
+    return sums * factor[:, None]
+
+
+@gluon.jit
+def _field(tile_s, slot, FIELD: gl.constexpr):
+    """One int32 of a tile's record in shared memory, as a scalar."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(tile_s.index(slot * RECORD + FIELD).load(one), 0)
+
+
+@gluon.jit
+def _clear_tail(v_s, valid):
+    """Zero the rows of a V block from `valid` on: unowned slots may hold NaN, and 0 x NaN is NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    rows = gl.arange(0, 32, gl.SliceLayout(1, layout))
+    for i in gl.static_range(BLOCK // 32):
+        if valid < (i + 1) * 32:
+            part = v_s.slice(i * 32, 32)
+            kept = (rows + i * 32) < valid
+            part.store(gl.where(kept[:, None], part.load(layout), 0.0).to(v_s.dtype))
+    gl.thread_barrier()
+    fence_async_shared()
+
+
+@gluon.jit
+def _first_block(q, k_s, k_full, k_empty, ks, kp, limit, scale, IS_GATHER: gl.constexpr):
+    """Scores of the tile's last KV block: probabilities fp32 [64, 128], row maximum [64], partial sums [64, 4]."""
+    mbarrier.wait(k_full.index(ks), kp)
+    if IS_GATHER:
+        fence_async_shared()
+    zero = gl.zeros([HALF, BLOCK], gl.float32, MMA)
+    s = warpgroup_mma(q, k_s.index(ks).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    _release(k_empty.index(ks), IS_GATHER)
+    s = _mask_scores(s, limit)
+    m = gl.max(s, 1)
+    p = gl.exp2(s * scale - (m * scale)[:, None])
+    return p, m, _partial_sums(p)
+
+
+@gluon.jit
+def _next_block(
+    p, m, sums, o, q, k_s, v_s, k_full, k_empty, v_full, v_empty, order, ks, kp, vs, vp, op, limit, scale,
+    WG: gl.constexpr, MASK: gl.constexpr, ORDER: gl.constexpr, IS_GATHER: gl.constexpr,
+):  # fmt: skip
+    """Scores of block j and PV of block j + 1 in flight together; then softmax of block j while PV runs."""
+    mbarrier.wait(k_full.index(ks), kp)
+    if IS_GATHER:  # copies of the generic proxy: one fence before both products
+        mbarrier.wait(v_full.index(vs), vp)
+        fence_async_shared()
+    if ORDER:
+        mbarrier.wait(order.index(WG), op)
+    zero = gl.zeros([HALF, BLOCK], gl.float32, MMA)
+    s = warpgroup_mma(q, k_s.index(ks).permute((1, 0)), zero, use_acc=False, is_async=True)
+    p16 = gl.convert_layout(p.to(v_s.dtype), PROBS)
+    if not IS_GATHER:
+        mbarrier.wait(v_full.index(vs), vp)
+    o = warpgroup_mma(p16, v_s.index(vs), o, is_async=True)
+    if ORDER:
+        mbarrier.arrive(order.index(1 - WG))
+    s = warpgroup_mma_wait(1, deps=[s])
+    _release(k_empty.index(ks), IS_GATHER)
+    if MASK:
+        s = _mask_scores(s, limit)
+    m_new = gl.maximum(m, gl.max(s, 1))
+    alpha = gl.exp2((m - m_new) * scale)
+    p = gl.exp2(s * scale - (m_new * scale)[:, None])
+    sums = _rescale(sums, alpha) + _partial_sums(p)
+    o = warpgroup_mma_wait(0, deps=[o])
+    _release(v_empty.index(vs), IS_GATHER)
+    o = o * alpha[:, None]
+    return p, m_new, sums, o
+
+
+@gluon.jit
+def _write_tile(
+    o, m, sums, scale, out_ptr, lse_ptr, tile_s, slot, WG: gl.constexpr, GROUP: gl.constexpr,
+    HEADS: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    """Normalise and store [64, 128]; rows past the sequence are masked; rows of an empty one are 0, lse -inf."""
+    # Read again rather than kept in registers through the loop over KV blocks.
+    first, tokens, position = _field(tile_s, slot, 0), _field(tile_s, slot, 1), _field(tile_s, slot, 2)
+    head = _field(tile_s, slot, 5)
+    total = gl.convert_layout(gl.sum(sums, 1), ROWS)
+    o = o * (1.0 / total)[:, None]
+    o16 = gl.convert_layout(o.to(out_ptr.dtype.element_ty), STORE)
+    row = gl.arange(0, HALF, gl.SliceLayout(1, STORE))
+    token = WG * (HALF // GROUP) + row // GROUP
+    o16 = gl.where((position + token >= 0)[:, None], o16, 0.0).to(o16.dtype)
+    start = ((first + token).to(gl.int64) * HEADS + head * GROUP + row % GROUP) * BLOCK
+    cols = gl.arange(0, BLOCK, gl.SliceLayout(0, STORE))
+    gl.store(out_ptr + start[:, None] + cols[None, :], o16, mask=(token < tokens)[:, None])
+    if LSE:
+        row = gl.arange(0, HALF, ROWS)
+        token = WG * (HALF // GROUP) + row // GROUP
+        lse = (m * scale + gl.log2(total)) / LOG2_E
+        lse = gl.where(position + token >= 0, lse, -float("inf"))
+        at = (first + token).to(gl.int64) * HEADS + head * GROUP + row % GROUP
+        gl.store(lse_ptr + at, lse, mask=token < tokens)
+
+
+@gluon.jit
+def _consume(
+    WG: gl.constexpr, q_s, k_s, v_s, tile_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, order, tile_full,
+    tile_empty, out_ptr, lse_ptr, scale, GROUP: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr,
+    ORDER: gl.constexpr, IS_GATHER: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    """One consumer warpgroup (4 warps): 64 of the tile's 128 query rows."""
+    q = q_s.index(WG).reshape((HALF, BLOCK))
+    token = WG * (HALF // GROUP) + gl.arange(0, HALF, ROWS) // GROUP
+    ks, kp, vs, vp, qp, ts, tp = 0, 0, 0, 0, 0, 0, 0
+    op = 1 - WG  # consumer 0 goes first
+    mbarrier.wait(tile_full.index(ts), tp)
+    tokens = _field(tile_s, ts, 1)
+    while tokens > 0:
+        position = _field(tile_s, ts, 2)
+        last = gl.maximum(position + tokens - 1, 0) // BLOCK
+        full = gl.minimum(gl.maximum(position + 1, 0) // BLOCK, last)
+        mbarrier.wait(q_full, qp)
+        limit = position + token - last * BLOCK
+        p, m, sums = _first_block(q, k_s, k_full, k_empty, ks, kp, limit, scale, IS_GATHER)
+        ks, kp = _next_stage(ks, kp)
+        o = gl.zeros([HALF, BLOCK], gl.float32, MMA)
+        if PAGE > 1 and not IS_GATHER:
+            seq_len = _field(tile_s, ts, 3)
+            if (last + 1) * BLOCK > seq_len:
+                mbarrier.wait(v_full.index(vs), vp)
+                _clear_tail(v_s.index(vs), seq_len - last * BLOCK)
+        for j in range(last - 1, full - 1, -1):
+            limit = position + token - j * BLOCK
+            p, m, sums, o = _next_block(
+                p, m, sums, o, q, k_s, v_s, k_full, k_empty, v_full, v_empty, order, ks, kp, vs, vp, op, limit, scale,
+                WG, True, ORDER, IS_GATHER,
+            )  # fmt: skip
+            ks, kp = _next_stage(ks, kp)
+            vs, vp = _next_stage(vs, vp)
+            op = op ^ 1
+        for _ in range(full):
+            p, m, sums, o = _next_block(
+                p, m, sums, o, q, k_s, v_s, k_full, k_empty, v_full, v_empty, order, ks, kp, vs, vp, op, limit, scale,
+                WG, False, ORDER, IS_GATHER,
+            )  # fmt: skip
+            ks, kp = _next_stage(ks, kp)
+            vs, vp = _next_stage(vs, vp)
+            op = op ^ 1
+        mbarrier.arrive(q_empty)
+        mbarrier.wait(v_full.index(vs), vp)
+        if IS_GATHER:
+            fence_async_shared()
+        o = warpgroup_mma(gl.convert_layout(p.to(v_s.dtype), PROBS), v_s.index(vs), o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=[o])
+        _release(v_empty.index(vs), IS_GATHER)
+        vs, vp = _next_stage(vs, vp)
+        _write_tile(
+            o, m, sums, scale, out_ptr, lse_ptr, tile_s, ts, WG, GROUP, HEADS, LSE,
+        )  # fmt: skip
+        mbarrier.arrive(tile_empty.index(ts))
+        qp = qp ^ 1
+        ts, tp = _next_stage(ts, tp)
+        mbarrier.wait(tile_full.index(ts), tp)
+        tokens = _field(tile_s, ts, 1)
+
+
+@gluon.jit
+def _hand_over(tile_s, tile_full, tile_empty, slot, phase, first, tokens, position, seq_len, head, W: gl.constexpr):
+    """Give the consumers a tile's record through the two-slot ring; zero tokens ends their loop."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+    mbarrier.wait(tile_empty.index(slot), phase ^ 1)
+    tile_s.index(slot * RECORD).store(gl.full([1], first, gl.int32, one))
+    tile_s.index(slot * RECORD + 1).store(gl.full([1], tokens, gl.int32, one))
+    tile_s.index(slot * RECORD + 2).store(gl.full([1], position, gl.int32, one))
+    tile_s.index(slot * RECORD + 3).store(gl.full([1], seq_len, gl.int32, one))
+    tile_s.index(slot * RECORD + 5).store(gl.full([1], head, gl.int32, one))
+    mbarrier.arrive(tile_full.index(slot))
+
+
+@gluon.jit
+def _take_tile(tiles_ptr, state_ptr, tile_s, tile_full, tile_empty, slot, phase, W: gl.constexpr):
+    """The next tile of the list for this CTA, handed to the consumers too; zero tokens when the list is done."""
+    index = gl.atomic_add(state_ptr + 1, 1)
+    first, tokens, position, seq_len, row, head = 0, 0, 0, 0, 0, 0
+    if index < gl.load(state_ptr):
+        record = tiles_ptr + index * RECORD
+        first = gl.load(record)
+        tokens = gl.load(record + 1)
+        position = gl.load(record + 2)
+        seq_len = gl.load(record + 3)
+        row = gl.load(record + 4)
+        head = gl.load(record + 5)
+    _hand_over(tile_s, tile_full, tile_empty, slot, phase, first, tokens, position, seq_len, head, W)
+    return first, tokens, position, seq_len, row, head
+
+
+@gluon.jit
+def _leave(state_ptr):
+    """The last CTA out resets the counters for the next launch on the same plan."""
+    if gl.atomic_add(state_ptr + 2, 1) == gl.num_programs(0) - 1:
+        gl.store(state_ptr + 1, 0)
+        gl.store(state_ptr + 2, 0)
+
+
+@gluon.jit
+def _load_query(q_desc, q_s, q_full, q_empty, phase, first, head, GROUP: gl.constexpr):
+    """Both halves of the query tile by TMA; rows past the sequence belong to the next one and are never stored."""
+    mbarrier.wait(q_empty, phase ^ 1)
+    mbarrier.expect(q_full, 2 * HALF * BLOCK * 2)
+    tma.async_copy_global_to_shared(q_desc, [first, head * GROUP, 0], q_full, q_s.index(0))
+    tma.async_copy_global_to_shared(q_desc, [first + HALF // GROUP, head * GROUP, 0], q_full, q_s.index(1))
+
+
+@gluon.jit
+def _box_rows(
+    entries, block, last_box, head_rows, PAGE: gl.constexpr, TPE: gl.constexpr, ROWS_A_PAGE: gl.constexpr,
+    BOX: gl.constexpr,
+):  # fmt: skip
+    """Row in the pool's [rows, cols] view of each TMA box of a KV block, as a tuple of BLOCK / BOX scalars."""
+    rows = ()
+    for i in gl.static_range(BLOCK // BOX):
+        position = gl.minimum(block * BLOCK + i * BOX, last_box)
+        entry = gl.load(entries + position // TPE)
+        if TPE == 1:
+            row = entry // PAGE * ROWS_A_PAGE + entry % PAGE
+        else:
+            row = entry * ROWS_A_PAGE + position % PAGE
+        rows = (*rows, row + head_rows)
+    return rows
+
+
+@gluon.jit
+def _load_boxes(desc, buf, full, empty, stage, phase, rows, col, BOX: gl.constexpr):
+    """One KV block into a ring stage: BLOCK / BOX boxes, one `expect` for all their bytes."""
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    mbarrier.expect(full.index(stage), BLOCK * BLOCK * 2)
+    for i in gl.static_range(BLOCK // BOX):
+        tma.async_copy_global_to_shared(desc, [rows[i], col], full.index(stage), buf.index(stage).slice(i * BOX, BOX))
+
+
+@gluon.jit
+def _produce_boxes(
+    q_desc, k_desc, v_desc, q_s, k_s, v_s, tile_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full,
+    tile_empty, entries_ptr, tiles_ptr, state_ptr, stride_entries, k_head_rows, k_head_cols, v_head_rows, v_head_cols,
+    GROUP: gl.constexpr, PAGE: gl.constexpr, TPE: gl.constexpr, K_ROWS: gl.constexpr, V_ROWS: gl.constexpr,
+    BOX: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """Producer by TMA boxes of min(PAGE, 128) tokens: pages of 8 tokens and more."""
+    ks, kp, vs, vp, qp, ts, tp = 0, 0, 0, 0, 0, 0, 0
+    first, tokens, position, seq_len, row, head = _take_tile(
+        tiles_ptr, state_ptr, tile_s, tile_full, tile_empty, ts, tp, W
+    )
+    while tokens > 0:
+        entries = entries_ptr + row.to(gl.int64) * stride_entries
+        last_box = gl.maximum(seq_len - 1, 0) // BOX * BOX
+        last = gl.maximum(position + tokens - 1, 0) // BLOCK
+        _load_query(q_desc, q_s, q_full, q_empty, qp, first, head, GROUP)
+        for j in range(last, -1, -1):
+            rows = _box_rows(entries, j, last_box, head * k_head_rows, PAGE, TPE, K_ROWS, BOX)
+            _load_boxes(k_desc, k_s, k_full, k_empty, ks, kp, rows, head * k_head_cols, BOX)
+            ks, kp = _next_stage(ks, kp)
+            if j < last:
+                rows = _box_rows(entries, j + 1, last_box, head * v_head_rows, PAGE, TPE, V_ROWS, BOX)
+                _load_boxes(v_desc, v_s, v_full, v_empty, vs, vp, rows, head * v_head_cols, BOX)
+                vs, vp = _next_stage(vs, vp)
+        rows = _box_rows(entries, 0, last_box, head * v_head_rows, PAGE, TPE, V_ROWS, BOX)
+        _load_boxes(v_desc, v_s, v_full, v_empty, vs, vp, rows, head * v_head_cols, BOX)
+        vs, vp = _next_stage(vs, vp)
+        qp = qp ^ 1
+        ts, tp = _next_stage(ts, tp)
+        first, tokens, position, seq_len, row, head = _take_tile(
+            tiles_ptr, state_ptr, tile_s, tile_full, tile_empty, ts, tp, W
+        )
+    _leave(state_ptr)
+
+
+@gluon.jit
+def _token_offsets(
+    entries, block, seq_len, STRIDE_PAGE: gl.constexpr, STRIDE_SLOT: gl.constexpr, PAGE: gl.constexpr,
+    TPE: gl.constexpr,
+):  # fmt: skip
+    """Element offset of each of a KV block's 128 tokens; past the end, the last token again (always finite)."""
+    position = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, GATHER))
+    position = gl.minimum(position, seq_len)
+    slot = gl.load(entries + position // TPE)
+    if TPE > 1:
+        slot = slot * TPE + position % TPE
+    if STRIDE_PAGE == PAGE * STRIDE_SLOT:
+        return slot.to(gl.uint32).to(gl.uint64) * STRIDE_SLOT
+    return (slot // PAGE).to(gl.uint32).to(gl.uint64) * STRIDE_PAGE + (slot % PAGE).to(gl.uint64) * STRIDE_SLOT
+
+
+@gluon.jit
+def _copy_rows(ptr, offsets, buf, full, empty, stage, phase):
+    """One KV block into a ring stage by 16-byte cp.async; each of the 128 threads arrives when its copies are done."""
+    cols = gl.arange(0, BLOCK, gl.SliceLayout(0, GATHER))
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    async_copy.async_copy_global_to_shared(buf.index(stage), ptr + offsets[:, None] + cols[None, :])
+    async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def _produce_rows(
+    q_desc, k_ptr, v_ptr, q_s, k_s, v_s, tile_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full,
+    tile_empty, entries_ptr, tiles_ptr, state_ptr, stride_entries,
+    GROUP: gl.constexpr, PAGE: gl.constexpr, TPE: gl.constexpr, K_STRIDES: gl.constexpr, V_STRIDES: gl.constexpr,
+    W: gl.constexpr,
+):  # fmt: skip
+    """Producer by gathered rows: pages of fewer than 8 tokens, where no TMA box fits the swizzled buffer."""
+    ks, kp, vs, vp, qp, ts, tp = 0, 0, 0, 0, 0, 0, 0
+    first, tokens, position, seq_len, row, head = _take_tile(
+        tiles_ptr, state_ptr, tile_s, tile_full, tile_empty, ts, tp, W
+    )
+    while tokens > 0:
+        entries = entries_ptr + row.to(gl.int64) * stride_entries
+        k_head = k_ptr + head.to(gl.int64) * K_STRIDES[2]
+        v_head = v_ptr + head.to(gl.int64) * V_STRIDES[2]
+        end = gl.maximum(seq_len - 1, 0)
+        last = gl.maximum(position + tokens - 1, 0) // BLOCK
+        _load_query(q_desc, q_s, q_full, q_empty, qp, first, head, GROUP)
+        k_at = _token_offsets(entries, last, end, K_STRIDES[0], K_STRIDES[1], PAGE, TPE)
+        v_at = _token_offsets(entries, last, end, V_STRIDES[0], V_STRIDES[1], PAGE, TPE)
+        for j in range(last, -1, -1):
+            ahead = gl.maximum(j - 1, 0)
+            k_next = _token_offsets(entries, ahead, end, K_STRIDES[0], K_STRIDES[1], PAGE, TPE)
+            _copy_rows(k_head, k_at, k_s, k_full, k_empty, ks, kp)
+            ks, kp = _next_stage(ks, kp)
+            if j < last:
+                _copy_rows(v_head, v_at, v_s, v_full, v_empty, vs, vp)
+                vs, vp = _next_stage(vs, vp)
+                v_at = _token_offsets(entries, j, end, V_STRIDES[0], V_STRIDES[1], PAGE, TPE)
+            k_at = k_next
+        _copy_rows(v_head, v_at, v_s, v_full, v_empty, vs, vp)
+        vs, vp = _next_stage(vs, vp)
+        qp = qp ^ 1
+        ts, tp = _next_stage(ts, tp)
+        first, tokens, position, seq_len, row, head = _take_tile(
+            tiles_ptr, state_ptr, tile_s, tile_full, tile_empty, ts, tp, W
+        )
+    _leave(state_ptr)
+
+
+@gluon.jit
+def extend_kernel(
+    q_desc, k_desc, v_desc, k_ptr, v_ptr, out_ptr, lse_ptr, entries_ptr, tiles_ptr, state_ptr, scale,
+    stride_entries, k_head_rows, k_head_cols, v_head_rows, v_head_cols,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr, TPE: gl.constexpr, K_STRIDES: gl.constexpr,
+    V_STRIDES: gl.constexpr, BOX: gl.constexpr, ORDER: gl.constexpr, IS_GATHER: gl.constexpr, LSE: gl.constexpr,
+    PRODUCER_WARPS: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    """One persistent CTA; grid (number of SMs,). `scale` is the softmax scale times log2(e)."""
+    dtype: gl.constexpr = q_desc.dtype
+    ring: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    q_s = gl.allocate_shared_memory(dtype, [2, HALF // GROUP, GROUP, BLOCK], q_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [2, BLOCK, BLOCK], ring)
+    v_s = gl.allocate_shared_memory(dtype, [2, BLOCK, BLOCK], ring)
+    tile_s = gl.allocate_shared_memory(gl.int32, [2 * RECORD, 1], ONE)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    filled: gl.constexpr = 128 if IS_GATHER else 1  # arrivals that fill a stage: the threads, or one `expect`
+    freed: gl.constexpr = 256 if IS_GATHER else 2  # arrivals that free a stage: the threads, or the two consumers
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(k_full.index(i), count=filled)
+        mbarrier.init(v_full.index(i), count=filled)
+        mbarrier.init(k_empty.index(i), count=freed)
+        mbarrier.init(v_empty.index(i), count=freed)
+        mbarrier.init(order.index(i), count=1)
+        mbarrier.init(tile_full.index(i), count=1)
+        mbarrier.init(tile_empty.index(i), count=2)
+    # Tuples held in variables would turn compile-time values into tensors: every argument is spelled out.
+    if IS_GATHER:
+        gl.warp_specialize(
+            [
+                (_consume, (0, q_s, k_s, v_s, tile_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, order,
+                            tile_full, tile_empty, out_ptr, lse_ptr, scale, GROUP, HEADS, PAGE, ORDER, IS_GATHER,
+                            LSE)),
+                (_consume, (1, q_s, k_s, v_s, tile_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, order,
+                            tile_full, tile_empty, out_ptr, lse_ptr, scale, GROUP, HEADS, PAGE, ORDER, IS_GATHER,
+                            LSE)),
+                (_produce_rows, (q_desc, k_ptr, v_ptr, q_s, k_s, v_s, tile_s, q_full, q_empty, k_full, k_empty,
+                                 v_full, v_empty, tile_full, tile_empty, entries_ptr, tiles_ptr, state_ptr,
+                                 stride_entries, GROUP, PAGE, TPE, K_STRIDES, V_STRIDES, PRODUCER_WARPS)),
+            ],
+            [4, PRODUCER_WARPS],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, q_s, k_s, v_s, tile_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, order,
+                            tile_full, tile_empty, out_ptr, lse_ptr, scale, GROUP, HEADS, PAGE, ORDER, IS_GATHER,
+                            LSE)),
+                (_consume, (1, q_s, k_s, v_s, tile_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, order,
+                            tile_full, tile_empty, out_ptr, lse_ptr, scale, GROUP, HEADS, PAGE, ORDER, IS_GATHER,
+                            LSE)),
+                (_produce_boxes, (q_desc, k_desc, v_desc, q_s, k_s, v_s, tile_s, q_full, q_empty, k_full, k_empty,
+                                  v_full, v_empty, tile_full, tile_empty, entries_ptr, tiles_ptr, state_ptr,
+                                  stride_entries, k_head_rows, k_head_cols, v_head_rows, v_head_cols, GROUP, PAGE,
+                                  TPE, K_STRIDES[0] // K_STRIDES[1], V_STRIDES[0] // V_STRIDES[1], BOX,
+                                  PRODUCER_WARPS)),
+            ],
+            [4, PRODUCER_WARPS],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )  # fmt: skip

@@ -1,0 +1,83 @@
+"""What decode and extend share on the device: addresses in the pool, scores, the running softmax.
+
+Scores are kept in units of log2(e), so that exp2 and log2 do all the work; only lse leaves as a natural log.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def locate(entries_ptr, o_n, LOG_ENTRY: tl.constexpr, LOG_PAGE: tl.constexpr):
+    """(page int64, offset) of positions `o_n` of the row that `entries_ptr` points at.
+
+    Where a page spans several entries only its first is read: the slots of a page are consecutive.
+    """
+    offset = o_n & ((1 << LOG_PAGE) - 1)
+    if LOG_ENTRY == LOG_PAGE:
+        page = tl.load(entries_ptr + (o_n >> LOG_PAGE))
+    elif LOG_ENTRY < LOG_PAGE:
+        first = (o_n >> LOG_PAGE) << (LOG_PAGE - LOG_ENTRY)
+        page = tl.load(entries_ptr + first) >> (LOG_PAGE - LOG_ENTRY)
+    else:
+        entry = tl.load(entries_ptr + (o_n >> LOG_ENTRY)).to(tl.int64)
+        page = (entry << (LOG_ENTRY - LOG_PAGE)) + ((o_n >> LOG_PAGE) & ((1 << (LOG_ENTRY - LOG_PAGE)) - 1))
+    return page.to(tl.int64), offset
+
+
+@triton.jit
+def load_rows(
+    base,
+    page,
+    offset,
+    stride_page,
+    stride_slot,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One row of `DIM` a slot, padded with zeros to [BN, BLOCK_D]."""
+    o_d = tl.arange(0, BLOCK_D)
+    p = base + (page * stride_page + offset * stride_slot)[:, None] + o_d[None, :]
+    if DIM == BLOCK_D:
+        return tl.load(p)
+    return tl.load(p, mask=(o_d < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def cap_scores(s, cap, HAS_CAP: tl.constexpr):
+    """cap x tanh(s), where s is already divided by the cap and `cap` carries log2(e); else s as it is.
+
+    tanh from exp of a number that is never positive: nothing overflows.
+    """
+    if HAS_CAP:
+        t = tl.exp2(-2.8853900817779268 * tl.abs(s))  # exp(-2 |s|)
+        tanh = (1.0 - t) / (1.0 + t)
+        s = cap * tl.where(s < 0, -tanh, tanh)
+    return s
+
+
+@triton.jit
+def softmax_step(s, m_i, l_i, GUARD: tl.constexpr):
+    """One block of the running softmax: (weights [M, N], new maximum, new sum, factor for what was summed so far).
+
+    GUARD: a row may have seen no key yet, and -inf minus -inf must not become NaN.
+    """
+    m_new = tl.maximum(m_i, tl.max(s, 1))
+    m_safe = m_new
+    if GUARD:
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - m_safe[:, None])
+    alpha = tl.exp2(m_i - m_safe)
+    return p, m_new, l_i * alpha + tl.sum(p, 1), alpha
+
+
+@triton.jit
+def finish(acc, m_i, l_i, v_scale):
+    """(output, lse in log2 units) of rows; a row that saw no key gives zeros and -inf."""
+    seen = l_i > 0
+    empty = (l_i == 0) & (m_i == float("-inf"))
+    out = acc * (v_scale / tl.where(empty, 1.0, l_i))[:, None]
+    lse = tl.where(seen, m_i + tl.log2(tl.where(seen, l_i, 1.0)), tl.where(empty, float("-inf"), l_i))
+    return out, lse

@@ -1,0 +1,346 @@
+"""copy_pages, gather_pages, scatter_pages: move whole pages of all layers, one launch each.
+
+Pages are bytes here. A pool tensor has the page first, [P, ...] (see `KVPool.layers`; per-layer views
+`key(layer)`, `value(layer)` do too). What one page holds in it is a number of contiguous runs, one a layer say;
+a small table on the device lists all runs of all tensors. Grid: (page, run, block of the run).
+
+The ids come from an allocator, on the host: lists of ints or CPU tensors, checked before anything is launched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvarena.kernels._launch import ceil_div, check_device, check_dtype, check_runnable, fail, next_power_of_two
+
+Ids = Sequence[int] | Tensor
+BLOCK_BYTES = 16384  # of one program
+STAGE_BYTES = 16 * 2**20  # of one piece on its way between pool and host; two are in flight
+
+
+@triton.jit
+def _run_of(base_ptr, table_ptr, UNIT: tl.constexpr, ALIGN: tl.constexpr):
+    """(pointer, page stride, length, place in a packed page) of the run of this program, in units."""
+    p_table = table_ptr + tl.program_id(1) * 4
+    start = tl.multiple_of(tl.load(p_table), ALIGN)
+    stride = tl.multiple_of(tl.load(p_table + 1), ALIGN)
+    length = tl.load(p_table + 2)
+    place = tl.multiple_of(tl.load(p_table + 3), ALIGN)
+    return base_ptr.to(tl.pointer_type(UNIT)) + start, stride, length, place
+
+
+@triton.jit
+def _copy_kernel(base_ptr, table_ptr, ids_ptr, num_pairs, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
+    """ids [2, n]: sources, then targets."""
+    i_pair = tl.program_id(0)
+    src = tl.load(ids_ptr + i_pair).to(tl.int64)
+    dst = tl.load(ids_ptr + num_pairs + i_pair).to(tl.int64)
+    base, stride, length, _ = _run_of(base_ptr, table_ptr, UNIT, ALIGN)
+    o = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    m = o < length
+    tl.store(base + dst * stride + o, tl.load(base + src * stride + o, mask=m), mask=m)
+
+
+@triton.jit
+def _pack_kernel(
+    base_ptr,
+    table_ptr,
+    ids_ptr,
+    packed_ptr,
+    page_units,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    """packed [n, page_units]: page ids[i] of every run, one after the other, in row i."""
+    i_page = tl.program_id(0).to(tl.int64)
+    page = tl.load(ids_ptr + i_page).to(tl.int64)
+    base, stride, length, place = _run_of(base_ptr, table_ptr, UNIT, ALIGN)
+    o = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    m = o < length
+    p_pool = base + page * stride + o
+    p_packed = packed_ptr.to(tl.pointer_type(UNIT)) + i_page * page_units + place + o
+    if GATHER:
+        tl.store(p_packed, tl.load(p_pool, mask=m), mask=m)
+    else:
+        tl.store(p_pool, tl.load(p_packed, mask=m), mask=m)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """The contiguous runs that one page has in a set of pool tensors, for one launch."""
+
+    table: Tensor  # int64 [runs, 4]: start behind the first tensor's first byte, page stride, length, place; in units
+    unit: int  # bytes
+    aligned: bool  # every number is a multiple of 16 bytes
+    longest: int  # units
+    page_bytes: int
+
+    def launch(self) -> dict[str, object]:
+        """Constants of the launch."""
+        block = min(next_power_of_two(self.longest), BLOCK_BYTES // self.unit)
+        return {
+            "UNIT": {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[self.unit],
+            "ALIGN": 16 // self.unit if self.aligned else 1,
+            "BLOCK": block,
+            "num_warps": min(8, max(1, block * self.unit // 1024)),
+        }
+
+    def grid(self, num_pages: int) -> tuple[int, int, int]:
+        block = min(next_power_of_two(self.longest), BLOCK_BYTES // self.unit)
+        return num_pages, self.table.shape[0], ceil_div(self.longest, block)
+
+
+def _page_runs(name: str, tensor: Tensor) -> tuple[int, list[int]]:
+    """(bytes of a run, byte offset of each run from the page's start) of one tensor [P, ...]."""
+    size = tensor.element_size()
+    run, dims = size, list(zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+    while dims and (dims[-1][0] == 1 or dims[-1][1] * size == run):
+        run *= dims.pop()[0]
+    if dims and all(stride * size < run for _, stride in dims):
+        fail(name, "pages made of runs that do not overlap", f"strides {tensor.stride()}")
+    offsets = [0]
+    for count, stride in dims:
+        offsets = [offset + i * stride * size for offset in offsets for i in range(count)]
+    return run, offsets
+
+
+_runs_cache: dict[tuple[object, ...], _Runs] = {}
+
+
+def _runs(tensors: list[Tensor]) -> _Runs:
+    """The runs of `tensors`, kept between calls for as long as addresses and shapes stay."""
+    key = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    found = _runs_cache.get(key)
+    if found is None:
+        if len(_runs_cache) >= 64:
+            _runs_cache.clear()
+        found = _runs_cache[key] = _build_runs(tensors)
+    return found
+
+
+def _build_runs(tensors: list[Tensor]) -> _Runs:
+    rows: list[tuple[int, int, int, int]] = []
+    base, place = tensors[0].data_ptr(), 0
+    for i, tensor in enumerate(tensors):
+        run, offsets = _page_runs(f"pool_tensors[{i}]", tensor)
+        for offset in offsets:
+            rows.append((tensor.data_ptr() - base + offset, tensor.stride(0) * tensor.element_size(), run, place))
+            place += run
+    divisor = math.gcd(16, base, place, *(number for row in rows for number in row))
+    unit = min(divisor, 8)
+    table = torch.tensor([[number // unit for number in row] for row in rows], dtype=torch.int64)
+    longest = max(row[2] for row in rows) // unit
+    return _Runs(table.to(tensors[0].device), unit, divisor == 16, longest, place)
+
+
+def _check_tensors(pool_tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    tensors = [pool_tensors] if isinstance(pool_tensors, Tensor) else list(pool_tensors)
+    if not tensors:
+        fail("pool_tensors", "at least one tensor", "none")
+    for i, tensor in enumerate(tensors):
+        check_device(f"pool_tensors[{i}]", tensor, tensors[0].device)
+        if tensor.dim() < 2 or tensor.shape[0] != tensors[0].shape[0] or tensor.numel() == 0:
+            fail(f"pool_tensors[{i}]", f"shape [{tensors[0].shape[0]} pages, ...]", list(tensor.shape))
+    return tensors
+
+
+def _host_ids(name: str, ids: Ids, num_pages: int) -> list[int]:
+    """Page ids as ints, each checked against the pool."""
+    if isinstance(ids, Tensor):
+        if ids.device.type != "cpu":
+            fail(name, "ints or a CPU tensor: ids are checked on the host before anything is written", ids.device)
+        if ids.dim() != 1 or ids.is_floating_point():
+            fail(name, "integers [n]", f"{ids.dtype} {list(ids.shape)}")
+        ids = ids.tolist()
+    listed = [int(page) for page in ids]
+    for page in listed:
+        if not 0 <= page < num_pages:
+            fail(name, f"page ids from 0 to {num_pages - 1}", page)
+    return listed
+
+
+def check_page_ids(pool_tensors: Tensor | Sequence[Tensor], page_ids: Ids) -> tuple[list[Tensor], list[int]]:
+    """Raise ValueError for tensors or ids that do not fit; return both as lists."""
+    tensors = _check_tensors(pool_tensors)
+    return tensors, _host_ids("page_ids", page_ids, tensors[0].shape[0])
+
+
+def check_copy(
+    pool_tensors: Tensor | Sequence[Tensor], src_ids: Ids, dst_ids: Ids
+) -> tuple[list[Tensor], list[int], list[int]]:
+    """Raise ValueError for a copy that is not well defined; return tensors, sources and targets as lists."""
+    tensors = _check_tensors(pool_tensors)
+    src = _host_ids("src_ids", src_ids, tensors[0].shape[0])
+    dst = _host_ids("dst_ids", dst_ids, tensors[0].shape[0])
+    if len(src) != len(dst):
+        fail("dst_ids", f"{len(src)} targets, one a source", len(dst))
+    _check_distinct("dst_ids", dst)
+    return tensors, src, dst
+
+
+def _check_distinct(name: str, targets: list[int]) -> None:
+    if len(set(targets)) != len(targets):
+        seen: set[int] = set()
+        twice = next(page for page in targets if page in seen or seen.add(page))  # type: ignore[func-returns-value]
+        raise ValueError(f"{name}: target {twice} named twice")
+
+
+def check_packed(name: str, packed: Tensor, tensors: list[Tensor], num_pages: int) -> Tensor:
+    """Raise ValueError unless `packed` is a contiguous uint8 [num_pages, bytes a page]."""
+    page_bytes = sum(t[0].numel() * t.element_size() for t in tensors)
+    check_dtype(name, packed, (torch.uint8,))
+    if packed.shape != (num_pages, page_bytes) or not packed.is_contiguous():
+        fail(name, f"a contiguous [{num_pages}, {page_bytes}]", f"{list(packed.shape)}, strides {packed.stride()}")
+    return packed
+
+
+def page_rows(tensor: Tensor) -> Tensor:
+    """The bytes of each page, uint8 [P, bytes]; a copy where a page is not one run."""
+    return tensor.reshape(tensor.shape[0], -1).contiguous().view(torch.uint8)
+
+
+def _upload(ids: list[int], device: torch.device) -> Tensor:
+    """Ids on the device, int32; the copy is queued, not waited for."""
+    host = torch.tensor(ids, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def copy_pages(pool_tensors: Tensor | Sequence[Tensor], src_ids: Ids, dst_ids: Ids) -> None:
+    """Copy page src_ids[i] to page dst_ids[i], for all i at once, in all tensors.
+
+    pool_tensors  tensors [P, ...] with the page first, of one pool: `KVPool.layers`, or views of single layers
+    src_ids       n page ids, on the host
+    dst_ids       n page ids, on the host, all different
+
+    All copies read before any of them writes: where a source is also a target (chains, cycles), that source goes
+    through scratch memory (n pages at most, two launches more). Otherwise one launch for all layers.
+    Raises ValueError, before anything is written, for a target named twice, an id outside the pool, lists of
+    different length, or ids on the device.
+    """
+    tensors, src, dst = check_copy(pool_tensors, src_ids, dst_ids)
+    device = tensors[0].device
+    check_runnable(device)
+    targets = set(dst)
+    staged = [(s, d) for s, d in zip(src, dst, strict=True) if s != d and s in targets]
+    direct = [(s, d) for s, d in zip(src, dst, strict=True) if s not in targets]
+    kept = gather_pages(tensors, [s for s, _ in staged]) if staged else None
+    if direct:
+        runs = _runs(tensors)
+        ids = _upload([s for s, _ in direct] + [d for _, d in direct], device)
+        _copy_kernel[runs.grid(len(direct))](tensors[0], runs.table, ids, len(direct), **runs.launch())
+    if kept is not None:
+        scatter_pages(kept, tensors, [d for _, d in staged])
+
+
+def gather_pages(pool_tensors: Tensor | Sequence[Tensor], page_ids: Ids, out: Tensor | None = None) -> Tensor:
+    """Pack pages for swap: row i of the result holds the bytes of page page_ids[i], tensor after tensor.
+
+    pool_tensors  as for `copy_pages`
+    page_ids      n page ids, on the host
+    out           uint8 [n, bytes a page], contiguous; on the pool's device (default: new), or in host memory
+                  (pinned, else the copy waits): then packing and copying overlap, piece by piece
+
+    Stream ordered: a host `out` is complete when the current stream has reached this point.
+    Raises ValueError for ids outside the pool, or an `out` that does not fit.
+    """
+    tensors, ids = check_page_ids(pool_tensors, page_ids)
+    device = tensors[0].device
+    check_runnable(device)
+    runs = _runs(tensors)
+    if out is None:
+        out = torch.empty((len(ids), runs.page_bytes), dtype=torch.uint8, device=device)
+    check_packed("out", out, tensors, len(ids))
+    if not ids:
+        return out
+    if out.device == device:
+        _pack(tensors, runs, _upload(ids, device), out, gather=True)
+    else:
+        _gather_to_host(tensors, runs, _upload(ids, device), out)
+    return out
+
+
+def scatter_pages(packed: Tensor, pool_tensors: Tensor | Sequence[Tensor], page_ids: Ids) -> None:
+    """Undo `gather_pages`: write row i of `packed` into page page_ids[i]. The ids must be different.
+
+    packed  uint8 [n, bytes a page], contiguous, on the pool's device or in (pinned) host memory
+
+    Raises ValueError, before anything is written, for a page named twice, ids outside the pool, or a `packed`
+    that does not fit.
+    """
+    tensors, ids = check_page_ids(pool_tensors, page_ids)
+    check_packed("packed", packed, tensors, len(ids))
+    _check_distinct("page_ids", ids)
+    device = tensors[0].device
+    check_runnable(device)
+    if not ids:
+        return
+    runs = _runs(tensors)
+    if packed.device == device:
+        _pack(tensors, runs, _upload(ids, device), packed, gather=False)
+    else:
+        _scatter_from_host(tensors, runs, _upload(ids, device), packed)
+
+
+def _pack(tensors: list[Tensor], runs: _Runs, ids: Tensor, packed: Tensor, gather: bool) -> None:
+    _pack_kernel[runs.grid(ids.shape[0])](
+        tensors[0], runs.table, ids, packed, runs.page_bytes // runs.unit, GATHER=gather, **runs.launch()
+    )
+
+
+def _pieces(num_pages: int, page_bytes: int) -> list[slice]:
+    """Rows of each piece that travels between device and host."""
+    step = max(1, STAGE_BYTES // page_bytes)
+    return [slice(i, min(i + step, num_pages)) for i in range(0, num_pages, step)]
+
+
+def _gather_to_host(tensors: list[Tensor], runs: _Runs, ids: Tensor, out: Tensor) -> None:
+    main, side = torch.cuda.current_stream(ids.device), _side_stream(ids.device)
+    pieces = _pieces(ids.shape[0], runs.page_bytes)
+    stage = [torch.empty_like(out[pieces[0]], device=ids.device) for _ in pieces[:2]]
+    copied = [torch.cuda.Event() for _ in stage]
+    for i, piece in enumerate(pieces):
+        buffer = stage[i % 2][: piece.stop - piece.start]
+        if i >= 2:
+            main.wait_event(copied[i % 2])
+        _pack(tensors, runs, ids[piece], buffer, gather=True)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            out[piece].copy_(buffer, non_blocking=True)
+            copied[i % 2].record(side)
+    main.wait_stream(side)
+
+
+def _scatter_from_host(tensors: list[Tensor], runs: _Runs, ids: Tensor, packed: Tensor) -> None:
+    main, side = torch.cuda.current_stream(ids.device), _side_stream(ids.device)
+    pieces = _pieces(ids.shape[0], runs.page_bytes)
+    stage = [torch.empty_like(packed[pieces[0]], device=ids.device) for _ in pieces[:2]]
+    scattered = [torch.cuda.Event() for _ in stage]
+    side.wait_stream(main)
+    for i, piece in enumerate(pieces):
+        buffer = stage[i % 2][: piece.stop - piece.start]
+        with torch.cuda.stream(side):
+            if i >= 2:
+                side.wait_event(scattered[i % 2])
+            buffer.copy_(packed[piece], non_blocking=True)
+        main.wait_stream(side)
+        _pack(tensors, runs, ids[piece], buffer, gather=False)
+        scattered[i % 2].record(main)
+
+
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of host copies, one a device."""
+    if device not in _side_streams:
+        _side_streams[device] = torch.cuda.Stream(device)
+    return _side_streams[device]

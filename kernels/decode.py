@@ -1,0 +1,420 @@
+"""paged_decode: attention of one new token a request over all its tokens in the pool (split KV).
+
+    out[b, h] = sum_j softmax_j(scale x q[b, h] . K[j]) V[j],   j over the positions of request b
+
+Grid of the first kernel: (KV head x head block, split, request), KV head fastest. A program takes the
+BLOCK_H query heads of one KV head (padded to 16 rows for tl.dot) and one chunk of positions, with a running
+softmax. With several splits, a second kernel weighs the partial results by their lse.
+
+The number of splits depends on shapes only (requests, heads, table width), so results are reproducible; the
+length of a chunk depends on the request's own length. Positions are clamped to the request's own tokens before
+they are looked up: what lies in other slots is never read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvarena.kernels._launch import (
+    LOG2E,
+    ceil_div,
+    check_attention,
+    check_dtype,
+    check_shape,
+    check_slopes,
+    fail,
+    log2,
+    next_power_of_two,
+    output_like,
+    scale_argument,
+)
+from kvarena.kernels._paged import cap_scores, finish, load_rows, locate, softmax_step
+from kvarena.kernels.page_table import PageTable
+
+MAX_PROGRAMS = 16384  # splits stop here: wide tables of short requests would launch mostly empty programs
+
+
+@triton.jit
+def _chunk_bounds(seq_len, window, num_splits, min_chunk, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(first visible position, start of the first chunk, tokens a chunk) of one request."""
+    low = 0
+    if HAS_WINDOW:
+        low = tl.maximum(seq_len - window, 0)
+    start = low // BLOCK_N * BLOCK_N
+    per_split = tl.cdiv(seq_len - start, num_splits)
+    return low, start, tl.maximum(tl.cdiv(per_split, BLOCK_N) * BLOCK_N, min_chunk)
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,
+    key_ptr,
+    value_ptr,
+    entries_ptr,
+    rows_ptr,
+    lens_ptr,
+    slopes_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,
+    lse_ptr,
+    qk_scale,
+    v_scale,
+    cap,
+    window,
+    min_chunk,
+    k_scale_stride,
+    v_scale_stride,
+    q_stride_b,
+    q_stride_h,
+    key_stride_p,
+    key_stride_s,
+    key_stride_h,
+    value_stride_p,
+    value_stride_s,
+    value_stride_h,
+    entries_stride,
+    out_stride_b,
+    out_stride_h,
+    out_stride_split,
+    lse_stride_b,
+    lse_stride_h,
+    GROUP: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    LOG_ENTRY: tl.constexpr,
+    LOG_PAGE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    i_kv = tl.program_id(0) // HEAD_BLOCKS
+    i_split = tl.program_id(1)
+    i_b = tl.program_id(2).to(tl.int64)
+    seq_len = tl.load(lens_ptr + i_b)
+    low, start, chunk = _chunk_bounds(seq_len, window, tl.num_programs(1), min_chunk, HAS_WINDOW, BLOCK_N)
+    begin = start + i_split * chunk
+    end = tl.minimum(begin + chunk, seq_len)
+    if SPLIT:
+        if begin >= seq_len:
+            return
+
+    o_g = tl.program_id(0) % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
+    o_h = i_kv * GROUP + o_g
+    m_h = o_g < GROUP
+    o_d = tl.arange(0, BLOCK_D)
+    p_q = q_ptr + i_b * q_stride_b + o_h[:, None] * q_stride_h + o_d[None, :]
+    b_q = tl.load(p_q, mask=m_h[:, None] & (o_d < D)[None, :], other=0.0)  # [BLOCK_H, BLOCK_D]
+    if k_scale_ptr is not None:
+        qk_scale *= tl.load(k_scale_ptr + i_kv * k_scale_stride)
+    if v_scale_ptr is not None:
+        v_scale *= tl.load(v_scale_ptr + i_kv * v_scale_stride)
+    if slopes_ptr is not None:
+        b_slope = tl.load(slopes_ptr + o_h, mask=m_h, other=0.0) * 1.4426950408889634
+    p_row = entries_ptr + tl.load(rows_ptr + i_b).to(tl.int64) * entries_stride
+    p_key = key_ptr + i_kv.to(tl.int64) * key_stride_h
+    p_value = value_ptr + i_kv.to(tl.int64) * value_stride_h
+
+    m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_DV], tl.float32)
+    for i_n in range(begin, end, BLOCK_N):
+        o_n = i_n + tl.arange(0, BLOCK_N)
+        m_n = o_n < end
+        at = tl.minimum(o_n, end - 1)
+        if HAS_WINDOW:
+            m_n &= o_n >= low
+            at = tl.maximum(at, low)
+        page, offset = locate(p_row, at, LOG_ENTRY, LOG_PAGE)
+        b_k = load_rows(p_key, page, offset, key_stride_p, key_stride_s, D, BLOCK_D)
+        b_v = load_rows(p_value, page, offset, value_stride_p, value_stride_s, DV, BLOCK_DV)
+        s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee") * qk_scale  # [BLOCK_H, BLOCK_N]
+        s = cap_scores(s, cap, HAS_CAP)
+        if slopes_ptr is not None:
+            s += b_slope[:, None] * (o_n - (seq_len - 1))[None, :]
+        s = tl.where(m_n[None, :], s, float("-inf"))
+        p, m_i, l_i, alpha = softmax_step(s, m_i, l_i, False)
+        acc = acc * alpha[:, None] + tl.dot(p.to(b_q.dtype), b_v.to(b_q.dtype), input_precision="ieee")
+
+    out, lse = finish(acc, m_i, l_i, v_scale)
+    o_dv = tl.arange(0, BLOCK_DV)
+    p_out = out_ptr + i_b * out_stride_b + i_split * out_stride_split + o_h[:, None] * out_stride_h + o_dv[None, :]
+    tl.store(p_out, out.to(out_ptr.dtype.element_ty), mask=m_h[:, None] & (o_dv < DV)[None, :])
+    if lse_ptr is not None:
+        if SPLIT:
+            tl.store(lse_ptr + i_b * lse_stride_b + o_h * lse_stride_h + i_split, lse, mask=m_h)
+        else:
+            tl.store(lse_ptr + i_b * lse_stride_b + o_h * lse_stride_h, lse * 0.6931471805599453, mask=m_h)
+
+
+@triton.jit
+def _combine_kernel(
+    part_ptr,
+    part_lse_ptr,
+    lens_ptr,
+    out_ptr,
+    lse_ptr,
+    window,
+    min_chunk,
+    num_splits,
+    num_heads,
+    out_stride_b,
+    out_stride_h,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Weigh the splits of one (head, request): part [B, HQ, NS, Dv] float32, part_lse [B, HQ, NS] in log2 units."""
+    i_h = tl.program_id(0)
+    i_b = tl.program_id(1).to(tl.int64)
+    seq_len = tl.load(lens_ptr + i_b)
+    _, start, chunk = _chunk_bounds(seq_len, window, num_splits, min_chunk, HAS_WINDOW, BLOCK_N)
+    used = tl.cdiv(seq_len - start, chunk)
+    row = (i_b * num_heads + i_h) * num_splits
+    o_dv = tl.arange(0, BLOCK_DV)
+    m_i = float("-inf")
+    l_i = 0.0
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    for i_s in range(0, used, BLOCK_S):
+        o_s = i_s + tl.arange(0, BLOCK_S)
+        m_s = o_s < used
+        b_lse = tl.load(part_lse_ptr + row + o_s, mask=m_s, other=float("-inf"))  # [BLOCK_S]
+        p_part = part_ptr + (row + o_s)[:, None] * DV + o_dv[None, :]
+        b_part = tl.load(p_part, mask=m_s[:, None] & (o_dv < DV)[None, :], other=0.0)  # [BLOCK_S, BLOCK_DV]
+        m_new = tl.maximum(m_i, tl.max(b_lse, 0))
+        alpha = tl.exp2(m_i - m_new)
+        weight = tl.exp2(b_lse - m_new)
+        l_i = l_i * alpha + tl.sum(weight, 0)
+        acc = acc * alpha + tl.sum(weight[:, None] * b_part, 0)
+        m_i = m_new
+    out = acc / tl.where(used > 0, l_i, 1.0)
+    tl.store(out_ptr + i_b * out_stride_b + i_h * out_stride_h + o_dv, out.to(out_ptr.dtype.element_ty), mask=o_dv < DV)
+    if lse_ptr is not None:
+        lse = tl.where(used > 0, (m_i + tl.log2(tl.where(used > 0, l_i, 1.0))) * 0.6931471805599453, float("-inf"))
+        tl.store(lse_ptr + i_b * num_heads + i_h, lse)
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Tile of one program and the number of programs that share a request."""
+
+    block_n: int  # positions a step
+    num_warps: int
+    num_stages: int  # loads in flight
+    min_chunk: int  # tokens a split, at least
+    num_splits: int
+
+
+def decode_config(batch: int, kv_blocks: int, capacity: int, row_bytes: int) -> DecodeConfig:
+    """Tile sizes from shapes alone.
+
+    batch      requests
+    kv_blocks  KV heads x blocks of query heads
+    capacity   tokens that a row of the table can name (or the window, if smaller)
+    row_bytes  bytes of one K row in the pool
+
+    Splits: enough for about 512 programs, 256 to 4,096 tokens each. Tiles: the three settings that won on one
+    H200 for little work (latency counts), middling, and plenty (bytes in flight count), at 256-byte rows;
+    rows of 512 bytes and more halve the block so that the loads in flight fit in shared memory.
+    """
+    programs = batch * kv_blocks
+    work = programs * capacity
+    chunk = min(4096, max(256, next_power_of_two(work // 512)))
+    num_splits = max(1, min(ceil_div(capacity, chunk), MAX_PROGRAMS // max(programs, 1)))
+    if work <= 2**17:
+        block_n, num_warps, num_stages = 32, 2, 5
+    elif work < 2**21:
+        block_n, num_warps, num_stages = 64, 2, 3
+    else:
+        block_n, num_warps, num_stages = 128, 4, 4
+    while row_bytes > 256 and block_n > 16:
+        row_bytes //= 2
+        block_n //= 2
+    return DecodeConfig(block_n, num_warps, num_stages, chunk, num_splits)
+
+
+def decode_workspace_size(num_requests: int, num_heads: int, head_dim_v: int, num_splits: int) -> int:
+    """float32 numbers that split decode keeps between its two kernels; 0 with one split."""
+    return 0 if num_splits == 1 else num_requests * num_heads * num_splits * (head_dim_v + 1)
+
+
+_workspaces: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _workspace(size: int, device: torch.device) -> Tensor:
+    """Scratch memory, kept between calls: one for each device and stream.
+
+    Inside a CUDA graph capture it is the graph's own, so that replays never share it with later eager calls.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.empty(size, dtype=torch.float32, device=device)
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    held = _workspaces.get(key)
+    if held is None or held.numel() < size:
+        held = _workspaces[key] = torch.empty(next_power_of_two(size), dtype=torch.float32, device=device)
+    return held
+
+
+def paged_decode(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    table: PageTable,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    num_splits: int | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the last token of each request over the request's tokens.
+
+    q             [B, HQ, D] float32, float16 or bfloat16; HQ a multiple of HKV
+    key_cache     [P, S, HKV, D], a view of any layout; dtype of q, or fp8 / int8
+    value_cache   [P, S, HKV, Dv]
+    table         where the tokens lie; seq_lens counts the current token, 0 for a padded row
+    scale         factor of q . k; default D ** -0.5
+    window        tokens that are visible, the current one included
+    softcap       scores become softcap x tanh(score / softcap), before ALiBi and mask
+    alibi_slopes  float32 [HQ]; adds slope x (key position - query position)
+    k_scale       quantised caches: K = stored x k_scale; number, or float32 tensor, one element or [HKV]
+    v_scale       likewise for V
+    out           [B, HQ, Dv], dtype of q
+    return_lse    also return lse, float32 [B, HQ], natural log
+    num_splits    programs that share a request; None = `decode_config`
+    workspace     float32, at least `decode_workspace_size` numbers; None = kept by this module
+
+    Returns out, or (out, lse). A request of length 0 gives zeros and lse -inf. No host sync; safe in CUDA graphs.
+    Cost: K and V of each visible token are read once a KV head (once for each 64 query heads of it).
+    Raises ValueError for shapes, dtypes or devices that do not fit.
+    """
+    page_size, num_kv_heads, head_dim_v, batch = check_attention(q, key_cache, value_cache, table, window, softcap)
+    num_heads, head_dim = q.shape[1:]
+    check_shape("q", q, (batch, num_heads, head_dim))
+    check_slopes(alibi_slopes, num_heads, q.device)
+    out = output_like(q, head_dim_v, out)
+    lse = torch.empty((batch, num_heads), dtype=torch.float32, device=q.device) if return_lse else None
+    if batch == 0:
+        return (out, lse) if lse is not None else out
+
+    group = num_heads // num_kv_heads
+    block_h = min(64, max(16, next_power_of_two(group)))
+    head_blocks = ceil_div(group, block_h)
+    capacity = table.entries.shape[1] * table.tokens_per_entry
+    visible = capacity if window is None else min(capacity, window)
+    config = decode_config(batch, num_kv_heads * head_blocks, visible, head_dim * key_cache.element_size())
+    if num_splits is not None and num_splits < 1:
+        fail("num_splits", "None or at least 1", num_splits)
+    splits = num_splits or config.num_splits
+    min_chunk = config.block_n if num_splits else config.min_chunk
+    k_number, k_tensor, k_scale_stride = scale_argument("k_scale", k_scale, num_kv_heads, q.device)
+    v_number, v_tensor, v_scale_stride = scale_argument("v_scale", v_scale, num_kv_heads, q.device)
+    qk_scale = (head_dim**-0.5 if scale is None else scale) * k_number
+    part, part_lse = out, lse
+    if splits > 1:
+        part, part_lse = _partials(workspace, (batch, num_heads, splits, head_dim_v), q.device)
+    _decode_kernel[(num_kv_heads * head_blocks, splits, batch)](
+        q,
+        key_cache,
+        value_cache,
+        table.entries,
+        table.rows,
+        table.seq_lens,
+        alibi_slopes,
+        k_tensor,
+        v_tensor,
+        part,
+        part_lse,
+        qk_scale * LOG2E if softcap is None else qk_scale / softcap,
+        v_number,
+        0.0 if softcap is None else softcap * LOG2E,
+        window or 0,
+        min_chunk,
+        k_scale_stride,
+        v_scale_stride,
+        q.stride(0),
+        q.stride(1),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        value_cache.stride(0),
+        value_cache.stride(1),
+        value_cache.stride(2),
+        table.entries.stride(0),
+        part.stride(0),
+        part.stride(1),
+        part.stride(2) if splits > 1 else 0,
+        part_lse.stride(0) if part_lse is not None else 0,
+        part_lse.stride(1) if part_lse is not None else 0,
+        GROUP=group,
+        HEAD_BLOCKS=head_blocks,
+        BLOCK_H=block_h,
+        BLOCK_N=config.block_n,
+        D=head_dim,
+        BLOCK_D=next_power_of_two(head_dim),
+        DV=head_dim_v,
+        BLOCK_DV=next_power_of_two(head_dim_v),
+        LOG_ENTRY=log2(table.tokens_per_entry),
+        LOG_PAGE=log2(page_size),
+        HAS_WINDOW=window is not None,
+        HAS_CAP=softcap is not None,
+        SPLIT=splits > 1,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if splits > 1:
+        _combine_kernel[(num_heads, batch)](
+            part,
+            part_lse,
+            table.seq_lens,
+            out,
+            lse,
+            window or 0,
+            min_chunk,
+            splits,
+            num_heads,
+            out.stride(0),
+            out.stride(1),
+            DV=head_dim_v,
+            BLOCK_DV=next_power_of_two(head_dim_v),
+            BLOCK_N=config.block_n,
+            BLOCK_S=min(32, next_power_of_two(splits)),
+            HAS_WINDOW=window is not None,
+            num_warps=4,
+        )
+    return (out, lse) if lse is not None else out
+
+
+def _partials(
+    workspace: Tensor | None, shape: tuple[int, int, int, int], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Partial outputs [B, HQ, NS, Dv] and their lse [B, HQ, NS], cut from the workspace."""
+    batch, num_heads, splits, head_dim_v = shape
+    rows = batch * num_heads * splits
+    size = decode_workspace_size(batch, num_heads, head_dim_v, splits)
+    if workspace is None:
+        workspace = _workspace(size, device)
+    else:
+        check_dtype("workspace", workspace, (torch.float32,))
+        if workspace.numel() < size or workspace.device != device or not workspace.is_contiguous():
+            fail("workspace", f"{size} contiguous numbers on {device}", f"{workspace.numel()} on {workspace.device}")
+    flat = workspace.view(-1)
+    part = flat[: rows * head_dim_v].view(shape)
+    return part, flat[rows * head_dim_v : size].view(batch, num_heads, splits)

@@ -1,0 +1,238 @@
+"""store_kv: write the K and V of new tokens into the slots they were given.
+
+One program copies the heads of one token: key_cache[slot // S, slot % S] = k[token], value_cache likewise.
+Slot -1 (padding) writes nothing; so does a slot past the pool, which would land in someone else's memory.
+Quantised caches hold round(x / scale), saturated at the largest finite value of their dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvarena.kernels._launch import (
+    FLOATS,
+    LARGEST,
+    QUANTISED,
+    ceil_div,
+    check_cache,
+    check_device,
+    check_dtype,
+    check_runnable,
+    check_shape,
+    fail,
+    log2,
+    next_power_of_two,
+    scale_argument,
+)
+
+ELEMENTS_PER_PROGRAM = 4096  # of K; a token's heads are split over programs beyond that
+
+
+@triton.jit
+def _quantise(x, scale, LARGEST: tl.constexpr, TO_INT: tl.constexpr):
+    x = tl.math.div_rn(x.to(tl.float32), scale)
+    if TO_INT:
+        x = (x + 12582912.0) - 12582912.0  # adding 1.5 x 2^23 rounds to the nearest even integer
+    return tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _copy_heads(
+    src,
+    dst,
+    i_head,
+    scale,
+    scale_ptr,
+    scale_stride,
+    src_stride_h,
+    dst_stride_h,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LARGEST: tl.constexpr,
+    TO_INT: tl.constexpr,
+):
+    o_h = i_head + tl.arange(0, BLOCK_H)
+    o_d = tl.arange(0, BLOCK_D)
+    m = (o_h < HEADS)[:, None] & (o_d < DIM)[None, :]
+    b = tl.load(src + o_h[:, None] * src_stride_h + o_d[None, :], mask=m)  # [BLOCK_H, BLOCK_D]
+    if LARGEST > 0:
+        if scale_ptr is not None:
+            scale = tl.load(scale_ptr + o_h * scale_stride, mask=o_h < HEADS, other=1.0)[:, None]
+        b = _quantise(b, scale, LARGEST, TO_INT)
+    tl.store(dst + o_h[:, None] * dst_stride_h + o_d[None, :], b.to(dst.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def _store_kernel(
+    k_ptr,
+    v_ptr,
+    key_ptr,
+    value_ptr,
+    slot_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    k_scale,
+    v_scale,
+    num_slots,
+    k_scale_stride,
+    v_scale_stride,
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
+    key_stride_p,
+    key_stride_s,
+    key_stride_h,
+    value_stride_p,
+    value_stride_s,
+    value_stride_h,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    LOG_PAGE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    TO_INT: tl.constexpr,
+):
+    i_token = tl.program_id(0).to(tl.int64)
+    i_head = tl.program_id(1) * BLOCK_H
+    slot = tl.load(slot_ptr + i_token).to(tl.int64)
+    if (slot >= 0) & (slot < num_slots):
+        page = slot >> LOG_PAGE
+        offset = slot & (PAGE_SIZE - 1)
+        _copy_heads(
+            k_ptr + i_token * k_stride_t,
+            key_ptr + page * key_stride_p + offset * key_stride_s,
+            i_head,
+            k_scale,
+            k_scale_ptr,
+            k_scale_stride,
+            k_stride_h,
+            key_stride_h,
+            HEADS,
+            BLOCK_H,
+            D,
+            BLOCK_D,
+            LARGEST,
+            TO_INT,
+        )
+        _copy_heads(
+            v_ptr + i_token * v_stride_t,
+            value_ptr + page * value_stride_p + offset * value_stride_s,
+            i_head,
+            v_scale,
+            v_scale_ptr,
+            v_scale_stride,
+            v_stride_h,
+            value_stride_h,
+            HEADS,
+            BLOCK_H,
+            DV,
+            BLOCK_DV,
+            LARGEST,
+            TO_INT,
+        )
+
+
+def check_store(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Raise ValueError for tensors that do not fit together."""
+    _, num_kv_heads, head_dim_v = check_cache(key_cache, value_cache)
+    check_shape("k", k, (None, num_kv_heads, key_cache.shape[3]))
+    check_shape("v", v, (k.shape[0], num_kv_heads, head_dim_v))
+    check_dtype("k", k, FLOATS)
+    check_dtype("v", v, (k.dtype,))
+    if key_cache.dtype not in QUANTISED:
+        check_dtype("key_cache", key_cache, (k.dtype,))
+    check_shape("slot_mapping", slot_mapping, (None,))
+    check_dtype("slot_mapping", slot_mapping, (torch.int64, torch.int32))
+    if slot_mapping.shape[0] > k.shape[0]:
+        fail("slot_mapping", f"at most {k.shape[0]} slots, one a token", slot_mapping.shape[0])
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.stride(2) != 1:
+            fail(name, "a last dimension of stride 1", tensor.stride())
+    for name, tensor in (("v", v), ("key_cache", key_cache), ("slot_mapping", slot_mapping)):
+        check_device(name, tensor, k.device)
+
+
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> None:
+    """Write new tokens into the pool.
+
+    k             [T, HKV, D] float; last dimension contiguous
+    v             [T, HKV, Dv], dtype of k
+    key_cache     [P, S, HKV, D], a view of any layout; dtype of k, or fp8 / int8
+    value_cache   [P, S, HKV, Dv], dtype of key_cache
+    slot_mapping  int64 or int32 [n], n <= T: slot of each of the first n tokens, -1 = write nothing
+    k_scale       quantised caches: number, or float32 tensor with one element or [HKV]. Stored = k / k_scale
+    v_scale       likewise for v
+
+    A slot named twice keeps one of its tokens, no telling which. Cost: 2 x T rows read and written once.
+    Raises ValueError for shapes, dtypes or devices that do not fit.
+    """
+    check_store(k, v, key_cache, value_cache, slot_mapping)
+    check_runnable(k.device)
+    page_size, num_kv_heads, head_dim = key_cache.shape[1:]
+    head_dim_v = value_cache.shape[3]
+    num_tokens = slot_mapping.shape[0]
+    if num_tokens == 0:
+        return
+    k_number, k_tensor, k_scale_stride = scale_argument("k_scale", k_scale, num_kv_heads, k.device)
+    v_number, v_tensor, v_scale_stride = scale_argument("v_scale", v_scale, num_kv_heads, k.device)
+    block_d, block_dv = next_power_of_two(head_dim), next_power_of_two(head_dim_v)
+    block_h = min(next_power_of_two(num_kv_heads), max(1, ELEMENTS_PER_PROGRAM // max(block_d, block_dv)))
+    _store_kernel[(num_tokens, ceil_div(num_kv_heads, block_h))](
+        k,
+        v,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        k_tensor,
+        v_tensor,
+        k_number,
+        v_number,
+        key_cache.shape[0] * page_size,
+        k_scale_stride,
+        v_scale_stride,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        value_cache.stride(0),
+        value_cache.stride(1),
+        value_cache.stride(2),
+        HEADS=num_kv_heads,
+        BLOCK_H=block_h,
+        D=head_dim,
+        BLOCK_D=block_d,
+        DV=head_dim_v,
+        BLOCK_DV=block_dv,
+        PAGE_SIZE=page_size,
+        LOG_PAGE=log2(page_size),
+        LARGEST=LARGEST.get(key_cache.dtype, 0.0),
+        TO_INT=key_cache.dtype == torch.int8,
+        num_warps=store_warps(block_h * block_d),
+    )
+
+
+def store_warps(elements: int) -> int:
+    """Warps of one program: 16 elements a thread (2 warps for 8 heads of 128, measured best on one H200)."""
+    return min(8, max(1, elements // 512))
