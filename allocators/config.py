@@ -105,7 +105,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "reversed_release": False,
     },
     "contiguous": {"kind": "contiguous", "page_size": 1, "prefix_cache": False},
-    "exact": {"kind": "exact", "page_size": 1},
+    "exact": {"kind": "exact", "page_size": 1, "publish": "commit"},
 }
 _SWITCHABLE: dict[str, frozenset[str]] = {
     "block": frozenset(
@@ -194,6 +194,9 @@ def make_allocator(spec: AllocatorSpec, *, num_pages: int, **overrides: Any) -> 
 def label(spec: Design) -> str:
     """Legend text of a design: never plain "vLLM" or "SGLang", and the page size where it is not the preset's."""
     text = LABELS[spec.kind]
+    if spec.kind == "contiguous":
+        # "oracle" must be read in every legend: no server knows a reply's length.
+        text += f" ({spec.sizing} sizing, {spec.placement.replace('_', ' ')})"
     own = PRESETS["vllm" if spec.kind == "block" else "sglang"]["page_size"]
     return text if spec.page_size == own else f"{text}, page {spec.page_size}"
 

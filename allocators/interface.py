@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 PADDING_PAGE = 0  # never owned, never handed out; padded writes and left-behind window pages name it
 
@@ -45,12 +45,15 @@ class Gate:
     page_rounded  count in whole pages (vLLM); else in tokens (SGLang's scheduler)
     headroom      pages if page_rounded, else tokens
     strict        `<` instead of `<=`
+    max_in_flight_tokens  with a sliding window: tokens of the steps in flight, which cap the need of one sequence
+                  (vLLM); None: no cap
     """
 
     whole_prompt: bool = True
     page_rounded: bool = True
     headroom: int = 0
     strict: bool = False
+    max_in_flight_tokens: int | None = None
 
 
 def as_token_buffer(tokens: Any) -> array[int]:
@@ -94,15 +97,23 @@ class Sequence:
     page_hashes        ids of the prompt's pages given by a trace (int32 array, one symbol a page; the
                        allocator's page size must be the trace's grain). `token_ids` is then empty and
                        `num_tokens` comes from the trace.
+    declared_max_tokens what the client allows the reply to grow to, tokens (max_tokens), or None. Only
+                       `contiguous` with sizing "declared" decides by it
+    oracle_tokens      true final length, prompt and reply, or None. No design decides by it but `contiguous`
+                       with sizing "oracle", whose curves are labelled so; waste accounts may read it
+    memo               private to the allocator: page keys computed so far, kept over refusals and preemptions
     """
 
     __slots__ = (
+        "declared_max_tokens",
         "extra_keys",
+        "memo",
         "namespace",
         "num_computed_tokens",
         "num_prefill_tokens",
         "num_prompt_tokens",
         "num_unnamed_tokens",
+        "oracle_tokens",
         "page_hashes",
         "request_id",
         "token_ids",
@@ -118,12 +129,17 @@ class Sequence:
         extra_keys: Iterable[tuple[int, int, Hashable]] = (),
         page_hashes: Any = None,
         num_tokens: int | None = None,
+        declared_max_tokens: int | None = None,
+        oracle_tokens: int | None = None,
     ) -> None:
         self.request_id = request_id
+        self.declared_max_tokens = declared_max_tokens
+        self.oracle_tokens = oracle_tokens
         self.token_ids = as_token_buffer(token_ids)
         self.namespace = namespace
         self.extra_keys = tuple(tuple(item) for item in extra_keys)
         self.page_hashes = None if page_hashes is None else as_token_buffer(page_hashes)
+        self.memo: Any = None
         self.num_unnamed_tokens = 0
         if self.page_hashes is not None:
             if self.token_ids or num_tokens is None:
@@ -170,6 +186,9 @@ class Sequence:
         )
 
 
+PageIds: TypeAlias = "array[int] | tuple[int, ...]"  # page ids in order; arrays where there can be many
+
+
 def _no_pages() -> array[int]:
     return array("i")
 
@@ -195,6 +214,16 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
+class Match:
+    """What a lookup found. `path` names the cached units that hold the prefix, outermost first: two sequences share
+    a unit if and only if their paths agree up to it, and among units that follow the same one the smaller name was
+    cached first (token: tree nodes; block: pages, whose names say nothing of age)."""
+
+    hit_tokens: int
+    path: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Reservation:
     """Slots for one sequence. `page_ids` are the newly taken pages, in position order.
 
@@ -205,9 +234,9 @@ class Reservation:
     seq: Sequence
     page_ids: array[int] = field(default_factory=_no_pages)
     moves: tuple[PageMove, ...] = ()
-    evicted: tuple[int, ...] = ()
-    freed: tuple[int, ...] = ()
-    duplicates: tuple[int, ...] = ()
+    evicted: PageIds = ()
+    freed: PageIds = ()
+    duplicates: PageIds = ()
     rewritten: tuple[int, int] = (0, 0)
 
 
@@ -218,10 +247,10 @@ class Commit:
     entries that now name other pages."""
 
     seq: Sequence
-    published: tuple[int, ...] = ()
-    evicted: tuple[int, ...] = ()
-    freed: tuple[int, ...] = ()
-    duplicates: tuple[int, ...] = ()
+    published: PageIds = ()
+    evicted: PageIds = ()
+    freed: PageIds = ()
+    duplicates: PageIds = ()
     rewritten: tuple[int, int] = (0, 0)
 
 
@@ -229,10 +258,10 @@ class Commit:
 class Released:
     """`freed` pages can be taken at once; `cached` ones are held by nobody but still serve hits."""
 
-    freed: tuple[int, ...] = ()
-    cached: tuple[int, ...] = ()
-    evicted: tuple[int, ...] = ()
-    duplicates: tuple[int, ...] = ()
+    freed: PageIds = ()
+    cached: PageIds = ()
+    evicted: PageIds = ()
+    duplicates: PageIds = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +272,7 @@ class Capacity:
     evictable   pages that hold cached content no live sequence uses
     in_use      pages that a live sequence owns or holds
     shared      pages in use by more than one live sequence
-    duplicates  pages whose content another page of the cache holds too
+    duplicates  pages whose content an earlier page of the cache holds too
     free_rows   rows of the page table that no sequence has (-1: the design has no rows)
     wasted_slots slots in owned pages that hold no token (tail, reservation, holes)
     """
@@ -355,6 +384,24 @@ class KVAllocator(ABC):
     @abstractmethod
     def check(self) -> None:
         """Recompute every derived field from raw contents; raise AllocatorError with a full dump."""
+
+    def match(self, seq: Sequence) -> Match:
+        """How much of a sequence is cached now, its last token included; holds nothing.
+
+        Leaves what a lookup leaves in the design: nothing in block; a split and a touch in token. A scheduler that
+        orders its queue by cached prefix asks this of sequences that are not live. This default pins and lets go,
+        hence never sees the last token.
+        """
+        pin = self.pin(seq, Gate(whole_prompt=False))
+        if pin is None:
+            return Match(0)
+        self.release([seq], Release.ABORT)
+        return Match(pin.hit_tokens, tuple(pin.page_ids))
+
+    def room(self) -> tuple[int, int]:
+        """(free, evictable) pages, as in `capacity()`, for callers that need no more. Designs make it O(1)."""
+        capacity = self.capacity()
+        return capacity.free, capacity.evictable
 
     def admit(self, seq: Sequence, n: int | None = None, gate: Gate | None = None) -> Pin | None:
         """`pin`, then `reserve` n tokens behind the hit (default: all of num_prefill_tokens)."""
