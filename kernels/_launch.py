@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from kvarena.kernels.page_table import PageTable
+from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 LOG2E = 1.4426950408889634

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from kvarena.kernels._launch import ceil_div, check_device, check_dtype, check_runnable, fail, next_power_of_two
+from torch import Tensor
 
 Ids = Sequence[int] | Tensor
 BLOCK_BYTES = 16384  # of one program

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from kvarena.kernels._launch import (
     LOG2E,
     ceil_div,
@@ -35,6 +33,7 @@ from kvarena.kernels._launch import (
 )
 from kvarena.kernels._paged import cap_scores, finish, load_rows, locate, softmax_step
 from kvarena.kernels.page_table import PageTable
+from torch import Tensor
 
 MAX_PROGRAMS = 16384  # splits stop here: wide tables of short requests would launch mostly empty programs
 

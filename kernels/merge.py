@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from kvarena.kernels._launch import (
     FLOATS,
     ceil_div,
@@ -22,6 +20,7 @@ from kvarena.kernels._launch import (
     fail,
     next_power_of_two,
 )
+from torch import Tensor
 
 BLOCK_ROWS = 4
 

@@ -14,9 +14,8 @@ and strides. P = num_pages + 1: page 0 is the padding page, which no request own
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from kvarena.kernels._launch import FLOATS, QUANTISED, check_page_size, fail
+from torch import Tensor
 
 LAYOUTS = ("split", "fused", "hnd", "page_major")
 

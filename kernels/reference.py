@@ -7,15 +7,15 @@ contiguous tensors, then compute softmax(QK^T)V on them. Arithmetic runs in floa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-
 from kvarena.kernels._launch import LARGEST, QUANTISED
 from kvarena.kernels.copy import Ids, check_copy, check_packed, check_page_ids, page_rows
 from kvarena.kernels.page_table import PageTable
 from kvarena.kernels.store import check_store
+from torch import Tensor
 
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: float | Tensor | None) -> Tensor:
@@ -115,7 +115,7 @@ def paged_extend(
     result = torch.zeros((*q.shape[:2], value_cache.shape[3]), dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
     starts = query_start_loc.tolist()
-    for request, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for request, (start, end) in enumerate(itertools.pairwise(starts)):
         k = gather(key_cache, table, request).to(dtype) * _per_head(k_scale)
         v = gather(value_cache, table, request).to(dtype) * _per_head(v_scale)
         positions = len(k) - (end - start) + torch.arange(end - start, device=q.device)
@@ -222,7 +222,7 @@ def compute_slot_mapping(
     out.fill_(-1)
     per_entry = table.tokens_per_entry
     starts = query_start_loc.tolist()
-    for request, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for request, (start, end) in enumerate(itertools.pairwise(starts)):
         row = table.entries[int(table.rows[request])].tolist()
         for token in range(start, end):
             position = int(positions[token])

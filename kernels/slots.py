@@ -12,8 +12,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from kvarena.kernels._launch import (
     ceil_div,
     check_device,
@@ -25,6 +23,7 @@ from kvarena.kernels._launch import (
     log2,
 )
 from kvarena.kernels.page_table import PageTable
+from torch import Tensor
 
 BLOCK = 256
 MAX_CHUNKS = 32  # programs that share one request's tokens

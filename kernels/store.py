@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from kvarena.kernels._launch import (
     FLOATS,
     LARGEST,
@@ -27,6 +25,7 @@ from kvarena.kernels._launch import (
     next_power_of_two,
     scale_argument,
 )
+from torch import Tensor
 
 ELEMENTS_PER_PROGRAM = 4096  # of K; a token's heads are split over programs beyond that
 
