@@ -1,0 +1,98 @@
+"""The free queue of the block design: which page is taken next, and by the same order which content goes first.
+
+A doubly linked list over page ids in two int lists, closed by page 0, which never stands in it. Pages without
+content return to the head and are taken first; cached ones return to the tail, so the head side of them is the
+least recently released. Removal anywhere costs O(1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+END = 0
+
+
+class FreeQueue:
+    """Page ids 1..num_pages in order, all of them at the start.
+
+    >>> queue = FreeQueue(5)
+    >>> queue.take(2), queue.remove([4])
+    ([1, 2], None)
+    >>> queue.prepend([2, 1]); queue.append([4]); list(queue)
+    [2, 1, 3, 5, 4]
+    """
+
+    __slots__ = ("_next", "_previous", "num_pages")
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages  # pages in the queue now
+        self._next = [*range(1, num_pages + 1), END]
+        self._previous = [num_pages, *range(num_pages)]
+
+    def __len__(self) -> int:
+        return self.num_pages
+
+    def __iter__(self) -> Iterator[int]:
+        """Head first. The queue must not change meanwhile."""
+        page = self._next[END]
+        while page != END:
+            yield page
+            page = self._next[page]
+
+    def take(self, count: int) -> list[int]:
+        """Unlink the first `count` pages, which must be there."""
+        following = self._next
+        pages, page = [], following[END]
+        for _ in range(count):
+            pages.append(page)
+            page = following[page]
+        following[END] = page
+        self._previous[page] = END
+        self.num_pages -= count
+        return pages
+
+    def remove(self, pages: Iterable[int]) -> None:
+        """Unlink pages that stand anywhere in the queue."""
+        following, previous = self._next, self._previous
+        count = 0
+        for page in pages:
+            before, after = previous[page], following[page]
+            following[before] = after
+            previous[after] = before
+            count += 1
+        self.num_pages -= count
+
+    def append(self, pages: Iterable[int]) -> None:
+        """Put pages at the tail, in order."""
+        self._link(self._previous[END], pages, END)
+
+    def prepend(self, pages: Iterable[int]) -> None:
+        """Put pages at the head as one run: the first of them becomes the head."""
+        self._link(END, pages, self._next[END])
+
+    def _link(self, before: int, pages: Iterable[int], after: int) -> None:
+        following, previous = self._next, self._previous
+        count = 0
+        for page in pages:
+            following[before] = page
+            previous[page] = before
+            before = page
+            count += 1
+        following[before] = after
+        previous[after] = before
+        self.num_pages += count
+
+    def problems(self) -> list[str]:
+        """What is broken in the links or the count; empty when sound. Terminates on any list."""
+        seen: set[int] = set()
+        before, page = END, self._next[END]
+        while page != END:
+            if page in seen:
+                return [f"page {page} stands in the queue twice"]
+            if self._previous[page] != before:
+                return [f"page {page} follows page {before} in the queue, but names page {self._previous[page]}"]
+            seen.add(page)
+            before, page = page, self._next[page]
+        if self._previous[END] != before:
+            return [f"the queue ends with page {before}, but names page {self._previous[END]} as its tail"]
+        return [] if len(seen) == self.num_pages else [f"the queue counts {self.num_pages} pages and holds {len(seen)}"]

@@ -1,0 +1,257 @@
+"""Chained page hashes -> pages, duplicates kept: the prefix index of vLLM's design.
+
+A page is found by a key that stands for its own tokens and for everything before it: the digest of (digest of the
+page before, tokens, extra keys). Several pages may hold the same content; the earliest inserted one that is still
+here serves. Nothing is merged, and a look-up changes nothing.
+
+The hash only finds candidates; what decides is the text. Each cached page remembers whose text it holds and how far
+into that text it stands, so a hit is confirmed by comparing bytes, the chain before included, also when the pages
+before it are gone. A colliding or constant hash function costs time and never changes a decision.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import repeat, takewhile
+from typing import Any
+
+from kvarena.prefix.page_text import TOKEN_BYTES, HashFn, PageText, encode, resolve_hash
+
+Key = Hashable  # bytes: a digest. int or (scope, int): an id that a trace gave
+
+
+class PageChain:
+    """Keys of the whole pages of one sequence, each computed once; grows as tokens are appended."""
+
+    __slots__ = ("_extra_keys", "_last", "index", "keys", "text")
+
+    def __init__(
+        self,
+        index: HashChainIndex,
+        namespace: Hashable = None,
+        extra_keys: tuple[Any, ...] = (),
+        given: bool = False,
+    ) -> None:
+        self.index = index
+        self.text = PageText(namespace, extra_keys, index.page_size, given=given)
+        self.keys: list[Key] = []
+        self._extra_keys = extra_keys
+        self._last: bytes = self.text.root_digest(index.hash_fn)
+
+    def fits(self, token_ids: array[int], namespace: Hashable, extra_keys: tuple[Any, ...]) -> bool:
+        """Is this chain a prefix of these tokens under the same namespace and extra keys? One byte compare.
+
+        Given ids are not compared again.
+        """
+        text = self.text
+        if self._extra_keys != extra_keys or text.namespace != namespace or text.scope != encode(namespace):
+            return False
+        return text.raw is None or token_ids[: len(text.raw) // TOKEN_BYTES].tobytes() == text.raw
+
+    def extend(self, token_ids: array[int], num_pages: int) -> None:
+        """Add keys until `num_pages` whole pages have one. `token_ids` must hold that many pages."""
+        size = self.index.page_size
+        new = token_ids[len(self.keys) * size : num_pages * size].tobytes()
+        if new and self.text.raw is not None:
+            self.text.raw += new
+            index = self.index
+            digests = self.text.hash_pages(index.hash_fn, new, index.page_bytes, len(self.keys), self._last)
+            self.keys += digests
+            self._last = digests[-1]
+
+    def extend_given(self, ids: array[int], num_pages: int) -> None:
+        """As `extend`, with prefix-chained ids that a trace gave in place of hashes."""
+        new: Iterable[Key] = ids[len(self.keys) : num_pages]
+        if self.text.namespace is not None:
+            new = [(self.text.scope, page_id) for page_id in ids[len(self.keys) : num_pages]]
+        self.keys.extend(new)
+
+
+class HashChainIndex:
+    """Which page holds the text up to position i? Page ids 1..num_pages; all costs are per page of the argument.
+
+    >>> index = HashChainIndex(num_pages=4, page_size=2)
+    >>> chain = index.chain()
+    >>> chain.extend(array("i", [7, 8, 9, 9]), 2)
+    >>> index.publish([3, 1], chain, 0), index.match(chain, 2)
+    ([], [3, 1])
+    >>> index.drop([1]), index.match(chain, 2)
+    ([1], [3])
+    """
+
+    def __init__(self, num_pages: int, page_size: int, hash_fn: HashFn | str = "xxh3_128") -> None:
+        self.page_size = page_size
+        self.page_bytes = page_size * TOKEN_BYTES
+        self.hash_fn = resolve_hash(hash_fn)
+        self.keys: list[Key | None] = [None] * (num_pages + 1)  # of each page; None: holds no content
+        self.duplicates = 0  # pages whose content an earlier page holds too
+        self._texts: list[PageText | None] = [None] * (num_pages + 1)
+        self._positions = [0] * (num_pages + 1)
+        self._first: dict[Key, int] = {}  # the earliest inserted page under a key
+        self._later: dict[Key, dict[int, None]] = {}  # those after it, in insertion order; rare
+
+    def __len__(self) -> int:
+        return len(self._first) + sum(map(len, self._later.values()))
+
+    def chain(self, namespace: Hashable = None, extra_keys: tuple[Any, ...] = (), *, given: bool = False) -> PageChain:
+        """An empty chain for one sequence."""
+        return PageChain(self, namespace, extra_keys, given)
+
+    # look-up: nothing below changes the index
+
+    def match(self, chain: PageChain, limit: int) -> list[int]:
+        """Pages of the longest cached prefix, at most `limit` of them."""
+        keys = chain.keys if limit >= len(chain.keys) else chain.keys[:limit]
+        pages = list(takewhile(bool, map(self._first.get, keys, repeat(0))))
+        if self._confirmed(chain.text, pages):
+            return pages
+        return self._match_through_collisions(chain, limit)
+
+    def _confirmed(self, text: PageText, pages: list[int]) -> bool:
+        """Do these pages hold this text, page by page? One compare for each run of pages of one source."""
+        if not pages:
+            return True
+        if list(map(self._positions.__getitem__, pages)) != list(range(len(pages))):
+            return False
+        texts = list(map(self._texts.__getitem__, pages))
+        ends = [i for i, (here, after) in enumerate(zip(texts, [*texts[1:], None], strict=True)) if here is not after]
+        return all(self._holds(pages[end], text, end) for end in ends)
+
+    def _match_through_collisions(self, chain: PageChain, limit: int) -> list[int]:
+        positions = range(min(limit, len(chain.keys)))
+        return list(takewhile(bool, (self.find(chain, position) for position in positions)))
+
+    def match_window(self, chain: PageChain, limit: int, need: int) -> tuple[int, list[int]]:
+        """(pages skipped on the left, pages after them) for a sliding window that needs `need` pages in a row.
+
+        vLLM 0.32.0: right to left; without such a run, the run that starts at position 0 counts, however short.
+        """
+        run: list[int] = []
+        for position in range(min(limit, len(chain.keys)) - 1, -1, -1):
+            page = self.find(chain, position)
+            if not page:
+                run.clear()
+                continue
+            run.append(page)
+            if len(run) >= need:
+                return position, run[::-1]
+        return 0, run[::-1]
+
+    def find(self, chain: PageChain, position: int) -> int:
+        """The earliest inserted page that holds the text of `chain` up to and with `position`; 0 for none."""
+        key = chain.keys[position]
+        page = self._first.get(key, 0)
+        if not page or self._holds(page, chain.text, position):
+            return page
+        return next((p for p in self._later.get(key, ()) if self._holds(p, chain.text, position)), 0)
+
+    def _holds(self, page: int, text: PageText, position: int) -> bool:
+        own = self._texts[page]
+        num_bytes = (position + 1) * self.page_bytes
+        return self._positions[page] == position and own is not None and own.same_prefix(text, num_bytes, position + 1)
+
+    # change
+
+    def publish(self, pages: Sequence[int], chain: PageChain, start: int) -> list[int]:
+        """Let `pages` serve the text of `chain` from page position `start` on; returns those that are duplicates.
+
+        A page that already has its key stays where it is in the order. Raises ValueError when it has another one.
+        """
+        duplicates: list[int] = []
+        own_keys, texts, positions, first = self.keys, self._texts, self._positions, self._first
+        text = chain.text
+        for position, page in enumerate(pages, start):
+            key = chain.keys[position]
+            if own_keys[page] is not None:
+                self._expect_key(page, key)
+                continue
+            own_keys[page], texts[page], positions[page] = key, text, position
+            if first.setdefault(key, page) != page and self._add_later(key, page):
+                duplicates.append(page)
+        return duplicates
+
+    def _expect_key(self, page: int, key: Key) -> None:
+        if self.keys[page] != key:
+            raise ValueError(f"page {page} already serves other content; drop it before it is published again")
+
+    def _add_later(self, key: Key, page: int) -> bool:
+        duplicate = self._has_equal(key, page)
+        self._later.setdefault(key, {})[page] = None
+        self.duplicates += duplicate
+        return duplicate
+
+    def _has_equal(self, key: Key, page: int) -> bool:
+        """Is there another page under `key` with the same text as `page`? Keys alone do not tell (collisions)."""
+        others = (self._first[key], *self._later.get(key, ()))
+        return any(self._equal(page, other) for other in others if other != page)
+
+    def drop(self, pages: Iterable[int]) -> list[int]:
+        """Forget what `pages` hold; returns those that held something, in order."""
+        own_keys, texts, first, later = self.keys, self._texts, self._first, self._later
+        dropped = []
+        for page in pages:
+            key = own_keys[page]
+            if key is None:
+                continue
+            if key in later:
+                self._drop_one_of_many(key, page)
+            else:
+                del first[key]
+            own_keys[page] = texts[page] = None
+            dropped.append(page)
+        return dropped
+
+    def _drop_one_of_many(self, key: Key, page: int) -> None:
+        later = self._later[key]
+        self.duplicates -= self._has_equal(key, page)
+        if self._first[key] == page:
+            self._first[key] = page = next(iter(later))
+        del later[page]
+        if not later:
+            del self._later[key]
+
+    def clear(self) -> list[int]:
+        """Forget everything; returns the pages that held something, ascending."""
+        return self.drop([page for page, key in enumerate(self.keys) if key is not None])
+
+    # verification
+
+    def problems(self) -> list[str]:
+        """Everything that does not add up, recomputed from the texts; empty when sound. Hashes every text again."""
+        under = {page: key for key, page in self._first.items()}
+        under.update((page, key) for key, later in self._later.items() for page in later)
+        own = {page: key for page, key in enumerate(self.keys) if key is not None}
+        texts = {page: text for page, text in enumerate(self._texts) if text is not None}
+        found = [] if len(under) == len(self) else ["a page stands under two keys"]
+        found += [
+            f"page {page}: key {own.get(page)!r}, found under {under.get(page)!r}" for page in _differ(own, under)
+        ]
+        found += [f"page {page}: key and text must come together" for page in own.keys() ^ texts.keys()]
+        found += [f"page {page}: its key is not the hash of its text" for page in self._wrong_keys(own, texts)]
+        surplus = sum(1 + len(later) - self._num_distinct(key) for key, later in self._later.items())
+        if surplus != self.duplicates:
+            found.append(f"duplicates is {self.duplicates}, counted {surplus}")
+        return found
+
+    def _wrong_keys(self, own: dict[int, Key], texts: dict[int, PageText]) -> list[int]:
+        digests = {id(text): _digests_of(self, text) for text in texts.values() if text.raw is not None}
+        hashed = [page for page in own if page in texts and texts[page].raw is not None]
+        return [page for page in hashed if digests[id(texts[page])].get(self._positions[page]) != own[page]]
+
+    def _num_distinct(self, key: Key) -> int:
+        pages = [self._first[key], *self._later[key]]
+        return sum(not any(self._equal(page, before) for before in pages[:i]) for i, page in enumerate(pages))
+
+    def _equal(self, page: int, other: int) -> bool:
+        text = self._texts[page]
+        return text is not None and self._holds(other, text, self._positions[page])
+
+
+def _digests_of(index: HashChainIndex, text: PageText) -> dict[int, bytes]:
+    root = text.root_digest(index.hash_fn)
+    return dict(enumerate(text.hash_pages(index.hash_fn, bytes(text.raw or b""), index.page_bytes, 0, root)))
+
+
+def _differ(left: dict[int, Key], right: dict[int, Key]) -> list[int]:
+    return [page for page in sorted(left.keys() | right.keys()) if left.get(page) != right.get(page)]

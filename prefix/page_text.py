@@ -1,0 +1,123 @@
+"""What stands in the pages of one sequence, as bytes: compared to confirm a hit, hashed to find it."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import xxhash
+
+HashFn = Callable[[bytes], bytes]
+TOKEN_BYTES = 4
+
+HASH_FUNCTIONS: dict[str, HashFn] = {
+    "xxh3_128": xxhash.xxh3_128_digest,
+    "sha256": lambda data: hashlib.sha256(data).digest(),
+}
+
+
+def resolve_hash(hash_fn: HashFn | str) -> HashFn:
+    """A page hash by name, or a callable bytes -> bytes as it is. ValueError for anything else."""
+    if isinstance(hash_fn, str):
+        if hash_fn not in HASH_FUNCTIONS:
+            raise ValueError(f"hash_fn: expected one of {', '.join(HASH_FUNCTIONS)} or a callable, found {hash_fn!r}")
+        return HASH_FUNCTIONS[hash_fn]
+    digest = hash_fn(b"")
+    if not isinstance(digest, bytes):
+        raise ValueError(f"hash_fn: expected bytes -> bytes, found a result of type {type(digest).__name__}")
+    return hash_fn
+
+
+def encode(value: Hashable) -> bytes:
+    """A value as tagged bytes that no other value shares, for hashing.
+
+    Strings, bytes, numbers, None and tuples of them are spelled out; any other value enters by its own `hash`, and
+    equality then decides.
+
+    >>> encode(("lora", "X")) == encode(("salt", "X"))
+    False
+    >>> encode(("ab", "c")) == encode(("a", "bc"))
+    False
+    """
+    if isinstance(value, tuple):
+        return b"t%d:" % len(value) + b"".join(map(encode, value))
+    if isinstance(value, str):
+        text = value.encode("utf-8", "surrogatepass")
+        return b"s%d:" % len(text) + text
+    if isinstance(value, bytes):
+        return b"b%d:" % len(value) + value
+    if isinstance(value, float):
+        return b"f" + struct.pack("<d", value)
+    if value is None or isinstance(value, (bool, int)):
+        return b"%s%s;" % (b"i" if type(value) is int else b"c", str(value).encode())
+    return b"h%d;" % hash(value) + encode(type(value).__qualname__)
+
+
+class PageText:
+    """The text of one sequence's whole pages, in position order.
+
+    raw        int32 tokens as bytes, grows; None when a trace gave ids in place of tokens
+    namespace  isolates whole sequences; `scope` is its encoding (1 and True are two namespaces)
+    extras     (page position, encoded items, content ids) of each page that an image or the like overlaps
+    """
+
+    __slots__ = ("extras", "namespace", "raw", "scope")
+
+    def __init__(
+        self, namespace: Hashable = None, extra_keys: Iterable[Any] = (), page_size: int = 1, *, given: bool = False
+    ) -> None:
+        self.namespace = namespace
+        self.scope = encode(namespace)
+        self.extras = _page_extras(extra_keys, page_size)
+        self.raw = None if given else bytearray()
+
+    def same_prefix(self, other: PageText, num_bytes: int, num_pages: int) -> bool:
+        """Do both texts agree on their first pages? Given ids are trusted: there is nothing to compare."""
+        if self is other:
+            return True
+        if self.scope != other.scope or self.namespace != other.namespace:
+            return False
+        if self.raw is None or other.raw is None:
+            return self.raw is other.raw
+        if (self.extras or other.extras) and self._extras_before(num_pages) != other._extras_before(num_pages):
+            return False
+        return len(self.raw) >= num_bytes and self.raw.startswith(other.raw[:num_bytes])
+
+    def _extras_before(self, num_pages: int) -> list[tuple[int, bytes, tuple[Any, ...]]]:
+        return [item for item in self.extras if item[0] < num_pages]
+
+    def root_digest(self, hash_fn: HashFn) -> bytes:
+        """What stands before the first page: the namespace, which the chain carries into every later page."""
+        return hash_fn(b"kvarena" + self.scope)
+
+    def hash_pages(self, hash_fn: HashFn, tokens: bytes, width: int, position: int, digest: bytes) -> list[bytes]:
+        """Digests of the pages in `tokens`, `width` bytes each; the first is page `position` and follows `digest`.
+
+        One hash call a page, over (digest before, tokens, extra keys). The first two have fixed lengths, so what
+        follows them cannot be mistaken for either.
+        """
+        extras = {page: encoded for page, encoded, _ in self.extras}
+        digests = []
+        for number, start in enumerate(range(0, len(tokens), width), position):
+            page = digest + tokens[start : start + width]
+            digest = hash_fn(page + extras[number] if number in extras else page)
+            digests.append(digest)
+        return digests
+
+
+def _page_extras(extra_keys: Iterable[Any], page_size: int) -> tuple[tuple[int, bytes, tuple[Any, ...]], ...]:
+    # vLLM 0.32.0: ("mm", identifier, item offset - page start) in the key of every page that the item overlaps.
+    pages: dict[int, list[tuple[int, Any]]] = {}
+    for offset, length, content in sorted(extra_keys, key=lambda item: item[0]):
+        if offset < 0 or length < 1:
+            raise ValueError(
+                f"extra_keys: expected offset >= 0 and length >= 1, found ({offset}, {length}, {content!r})"
+            )
+        for position in range(offset // page_size, (offset + length - 1) // page_size + 1):
+            pages.setdefault(position, []).append((offset - position * page_size, content))
+    return tuple(
+        (position, encode(("mm", *items)), tuple(content for _, content in items))
+        for position, items in sorted(pages.items())
+    )
