@@ -1,0 +1,409 @@
+"""SGLang-shaped allocator: free slots, one row a request, and a radix tree that owns what is cached.
+
+The unit is the page (`page_size` tokens; at 1 a page is a slot). A page is free, or in the tree, or the private tail
+of one live request. Only unlocked leaves of the tree go when room is needed; freed pages come back in the order that
+`free_slots` states. One request:
+
+    row.page_ids   [ matched | rebound to the tree's | new to the tree | private tail ]
+                   0         hit                                       protected       reserved
+
+    pin       match, lock: [0, hit) belongs to the tree           reserve   append a private tail
+    commit    checkpoint the prefill: whole pages move left of `protected`; equal pages are given up for the tree's
+    release   FINISH checkpoints once more, generated tokens included; then the tail is freed and the lock dropped
+
+Conservation law: free + evictable + in_use = num_pages; a page is in the tree once, or in one tail, or free.
+Rules: SGLang 0.5.22.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import ClassVar
+
+from kvarena.allocators.config import Design
+from kvarena.allocators.free_slots import FreePages
+from kvarena.allocators.interface import (
+    Capacity,
+    Commit,
+    EventKind,
+    EventLog,
+    Gate,
+    KVAllocator,
+    Match,
+    Pin,
+    Release,
+    Released,
+    Reservation,
+    Sequence,
+)
+from kvarena.allocators.token_check import describe, verify
+from kvarena.allocators.token_keys import TokenKeys
+from kvarena.prefix.eviction import order
+from kvarena.prefix.radix_tree import Found, Node, RadixTree
+
+MAX_ROWS = 4096  # rows of req_to_token, hence live requests (SGLang's own ceiling for its default)
+
+
+class Row:
+    """What a live sequence holds.
+
+    index      its row in req_to_token, from 1
+    page_ids   array('i'), position order
+    node       the tree node whose lock it holds; [0, protected) of `page_ids` is the path to it
+    admitted   reserved at least once; a row that is not goes with the first refusal
+    prefilled  the checkpoint of the whole prefill has run: what follows is decode
+    counted    a checkpoint has counted the path's hits
+    """
+
+    __slots__ = ("admitted", "counted", "index", "node", "page_ids", "prefilled", "protected", "seq")
+
+    def __init__(self, seq: Sequence, index: int, node: Node, page_ids: array[int]) -> None:
+        self.seq = seq
+        self.index = index
+        self.node = node
+        self.page_ids = page_ids
+        self.protected = len(page_ids)
+        self.admitted = False
+        self.prefilled = False
+        self.counted = False
+
+
+class TokenAllocator(KVAllocator):
+    """SGLang 0.5.22's rules over pages of `design.page_size` tokens.
+
+    num_rows: rows of req_to_token. A pin is refused when none is left.
+    """
+
+    kind: ClassVar[str] = "token"
+
+    def __init__(self, num_pages: int, design: Design, *, num_rows: int = MAX_ROWS) -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages: expected at least 1, found {num_pages}")
+        self.num_pages = num_pages
+        self.page_size = design.page_size
+        self.design = design
+        self.events = EventLog()
+        self.num_rows = num_rows
+        self.tree = RadixTree(
+            order(design.eviction_order),
+            eviction_unit=design.eviction_unit,
+            split_touches_suffix=design.split_touches_suffix,
+        )
+        self._free = FreePages(num_pages, fifo=self.page_size == 1, need_sort=design.need_sort)
+        self._rows: dict[str, Row] = {}
+        self._free_rows = list(range(1, num_rows + 1))
+        self._keys = TokenKeys(self.page_size)
+
+    def pin(self, seq: Sequence, gate: Gate | None = None) -> Pin | None:
+        """Match, test the room with the match held, lock it and take a row.
+
+        A refusal leaves the split and the touch of the match behind (SGLang 0.5.22: a refused request is matched
+        again on every later pass). Cost: a dict look-up and a bytes compare for each node of the path.
+        """
+        if seq.request_id in self._rows:
+            raise ValueError(f"request {seq.request_id!r} is live already")
+        if not self._free_rows:
+            self._refuse(seq, "no free row")
+            return None
+        node, page_ids = self._find(seq, seq.num_prefill_tokens - self.design.last_token_rule)
+        self.tree.lock(node)
+        if not self._fits(seq, len(page_ids), gate or self.design.gate):
+            self.tree.unlock(node)
+            self._refuse(seq, "no room")
+            return None
+        self._rows[seq.request_id] = Row(seq, self._free_rows.pop(), node, page_ids)
+        seq.num_computed_tokens = hit_tokens = len(page_ids) * self.page_size
+        if self.events.enabled and page_ids:
+            self.events.add(EventKind.HIT, seq.request_id, page_ids)
+        return Pin(seq, hit_tokens, page_ids[:])
+
+    def match(self, seq: Sequence) -> Match:
+        """How much of all known tokens is cached now; splits and touches like `pin`, holds nothing."""
+        node, page_ids = self._find(seq, seq.num_tokens)
+        path: list[int] = []
+        at = node
+        while at.parent is not None:
+            path.append(at.created)
+            at = at.parent
+        self.tree.lock(node)
+        self.tree.unlock(node)  # drops a root that the look-up made
+        return Match(len(page_ids) * self.page_size, tuple(reversed(path)))
+
+    def room(self) -> tuple[int, int]:
+        """(free, evictable) pages. O(1)."""
+        return len(self._free), self.tree.evictable_pages
+
+    def reserve(self, wants: Iterable[tuple[Sequence, int]]) -> list[Reservation] | None:
+        """Private pages for positions [0, num_computed_tokens + n) of each sequence.
+
+        Evicts what the summed demand lacks, then takes pages from the front, sequence after sequence (SGLang 0.5.22:
+        the demand overshoots by a page a request at page_size > 1). An eviction that ran stays when the call is
+        refused all the same.
+        """
+        plan = [(self._row(seq), n, self._num_new_pages(seq, n)) for seq, n in wants]
+        evicted = self._make_room(self._demand(plan), plan[0][0].seq.request_id if plan else None)
+        self._merge_waiting(plan)
+        total = sum(new for _, _, new in plan)
+        if total > len(self._free):
+            for row, _, _ in plan:
+                self._refuse(row.seq, "no room")
+                if not row.admitted:
+                    self._drop(row)
+            return None
+        taken, at = self._free.take(total), 0
+        reservations = []
+        for row, _, new in plan:
+            page_ids = taken[at : at + new]
+            at += new
+            row.page_ids += page_ids
+            row.admitted = True
+            reservations.append(Reservation(row.seq, page_ids, evicted=evicted))
+            evicted = ()
+            if self.events.enabled and page_ids:
+                self.events.add(EventKind.RESERVE, row.seq.request_id, page_ids)
+        return reservations
+
+    def commit(self, done: Iterable[tuple[Sequence, int]]) -> list[Commit]:
+        """The KV of the first n tokens of each sequence is written.
+
+        A prefill's whole pages enter the tree (SGLang 0.5.22: checkpoint): behind an inner chunk duplicates are
+        freed at once, behind the prefill's end with all others of the call. Generated tokens wait for the end.
+        """
+        plan = [(self._row(seq), n) for seq, n in done]
+        for row, n in plan:
+            if not 0 <= n <= len(row.page_ids) * self.page_size:
+                raise ValueError(
+                    f"request {row.seq.request_id!r}: cannot commit {n} tokens, "
+                    f"{len(row.page_ids) * self.page_size} slots are reserved"
+                )
+        group = array("i")
+        commits = [self._commit_one(row, n, group) for row, n in plan]
+        self._free.free(group)
+        return commits
+
+    def release(self, seqs: Iterable[Sequence], reason: Release) -> Released:
+        """Drop locks and rows; free what the tree does not own.
+
+        FINISH first publishes the whole pages of what is computed, and frees duplicates, then tail, as one group.
+        PREEMPT and ABORT publish nothing, and each sequence's tail is freed by itself (SGLang 0.5.22: a retraction
+        drops generated KV; what earlier checkpoints published stays cached).
+        """
+        group, freed, cached, duplicates = array("i"), array("i"), array("i"), array("i")
+        for row in [self._row(seq) for seq in seqs]:
+            seq = row.seq
+            start = len(group)
+            if reason is Release.FINISH and row.admitted:
+                computed = min(seq.num_computed_tokens, seq.num_tokens, len(row.page_ids) * self.page_size)
+                runs, new_from = self._checkpoint(row, computed)
+                for run in runs:
+                    group += run
+                    duplicates += run
+                if self.events.enabled:
+                    self._note_checkpoint(seq, row.page_ids[new_from : row.protected], group[start:])
+                group += row.page_ids[row.protected :]
+                given = group[start:]
+            else:
+                given = row.page_ids[row.protected :]
+                self._free.free(given)
+            freed += given
+            cached += self._drop(row)
+            if self.events.enabled:
+                self.events.add(EventKind.RELEASE, seq.request_id, given, reason.value)
+        self._free.free(group)
+        return Released(freed, cached, (), duplicates)
+
+    def evict(self, num_tokens: int) -> list[int]:
+        """Evict leaves until `num_tokens` tokens are free or none can go; nothing while that many are free."""
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens: expected 0 or more, found {num_tokens}")
+        return list(self._make_room(num_tokens, None))
+
+    def page_ids(self, seq: Sequence) -> array[int]:
+        """Pages of a live sequence, a copy."""
+        return self._row(seq).page_ids[:]
+
+    def row_index(self, seq: Sequence) -> int:
+        """Row of a live sequence in req_to_token, from 1 (0 is padding)."""
+        return self._row(seq).index
+
+    def capacity(self) -> Capacity:
+        """Pages by state. O(live sequences x tree nodes on their paths)."""
+        free, evictable = len(self._free), self.tree.evictable_pages
+        rows = self._rows.values()
+        slots = sum(len(row.page_ids) * self.page_size - row.seq.num_computed_tokens for row in rows)
+        return Capacity(
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            free=free,
+            evictable=evictable,
+            in_use=self.num_pages - free - evictable,
+            shared=self._num_shared(),
+            free_rows=len(self._free_rows),
+            wasted_slots=slots,
+        )
+
+    def reset(self) -> bool:
+        """Forget all cached content; ids are handed out ascending again. False while sequences are live."""
+        if self._rows:
+            return False
+        self.tree.clear()
+        self._free.clear()
+        self._keys.forget()
+        self._free_rows = list(range(1, self.num_rows + 1))
+        return True
+
+    def check(self) -> None:
+        """Recompute every derived field; AllocatorError with a full dump. O(pages + nodes)."""
+        verify(self)
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+    # --- admission ---
+
+    def _row(self, seq: Sequence) -> Row:
+        row = self._rows.get(seq.request_id)
+        if row is None or row.seq is not seq:
+            raise ValueError(f"request {seq.request_id!r} is not live here")
+        return row
+
+    def _find(self, seq: Sequence, num_tokens: int) -> Found:
+        keys = self._keys
+        key = keys.key(seq, 0, keys.num_pages(seq, num_tokens)) if self.design.prefix_cache else b""
+        return self.tree.match(key, keys.width(seq), keys.namespace(seq))
+
+    def _fits(self, seq: Sequence, hit_pages: int, gate: Gate) -> bool:
+        room = len(self._free) + self.tree.evictable_pages
+        need = gate.headroom
+        if gate.whole_prompt:
+            tokens = seq.num_prefill_tokens - hit_pages * self.page_size
+            need += -(-tokens // self.page_size) if gate.page_rounded else tokens
+        if not gate.page_rounded:
+            room *= self.page_size
+        return need < room if gate.strict else need <= room
+
+    def _refuse(self, seq: Sequence, reason: str) -> None:
+        if self.events.enabled:
+            self.events.add(EventKind.REFUSE, seq.request_id, (), reason)
+
+    def _drop(self, row: Row) -> array[int]:
+        """Unlock and give the row back; returns the pages that nobody holds any more, in position order."""
+        del self._rows[row.seq.request_id]
+        self._free_rows.append(row.index)
+        row.seq.num_computed_tokens = 0
+        pages = array("i")
+        for node in reversed(self.tree.unlock(row.node)):
+            pages += node.pages
+        return pages
+
+    # --- room ---
+
+    def _num_new_pages(self, seq: Sequence, n: int) -> int:
+        if n < 0:
+            raise ValueError(f"request {seq.request_id!r}: cannot reserve {n} tokens")
+        held = len(self._rows[seq.request_id].page_ids)
+        return max(-(-(seq.num_computed_tokens + n) // self.page_size) - held, 0)
+
+    def _demand(self, plan: list[tuple[Row, int, int]]) -> int:
+        """Tokens to ask for. SGLang 0.5.22 at page_size > 1: a prefill asks for its new tokens and a page on top,
+        a decode for a page even when it needs none."""
+        size, slack = self.page_size, self.design.demand_slack
+        if size == 1 or slack == 0:
+            return sum(new for _, _, new in plan) * size
+        tokens = 0
+        for row, n, new in plan:
+            if row.seq.num_computed_tokens >= row.seq.num_prefill_tokens:
+                tokens += max(new, slack) * size
+            else:
+                tokens += n + slack * size
+        return tokens
+
+    def _make_room(self, num_tokens: int, request_id: str | None) -> array[int] | tuple[()]:
+        short = -(-num_tokens // self.page_size) - len(self._free)
+        if short <= 0 or not self.tree.evictable_pages:
+            return ()
+        evicted = array("i")
+        for run in self.tree.evict(short):
+            if self.design.eviction_unit == "page":
+                self._free.free_each(run)
+            else:
+                self._free.free(run)
+            evicted += run
+        if self.events.enabled and evicted:
+            self.events.add(EventKind.EVICT, request_id, evicted, "capacity")
+        return evicted
+
+    def _merge_waiting(self, plan: list[tuple[Row, int, int]]) -> None:
+        """SGLang 0.5.22 with need_sort, page_size > 1: waiting pages are merged by a loose bound, not by the need."""
+        if not self.design.need_sort or self.page_size == 1:
+            return
+        decoding = [n for row, n, _ in plan if row.seq.num_computed_tokens >= row.seq.num_prefill_tokens]
+        extending = [n for row, n, _ in plan if row.seq.num_computed_tokens < row.seq.num_prefill_tokens]
+        bound = sum(extending) // self.page_size + len(extending) + 1 if extending else 0
+        if max(bound, len(decoding)) > self._free.num_ready:
+            self._free.merge()
+
+    # --- publishing ---
+
+    def _commit_one(self, row: Row, n: int, group: array[int]) -> Commit:
+        seq = row.seq
+        seq.num_computed_tokens = max(seq.num_computed_tokens, n)
+        if row.prefilled:
+            return Commit(seq)
+        row.prefilled = n >= seq.num_prefill_tokens
+        before = row.protected
+        runs, new_from = self._checkpoint(row, min(n, seq.num_prefill_tokens))
+        duplicates = array("i")
+        for run in runs:
+            duplicates += run
+            if not row.prefilled:
+                self._free.free(run)
+        if row.prefilled:
+            group += duplicates
+        published = row.page_ids[new_from : row.protected]
+        if self.events.enabled:
+            self._note_checkpoint(seq, published, duplicates)
+        rewritten = (before, new_from) if duplicates else (0, 0)
+        return Commit(seq, published, (), duplicates, duplicates, rewritten)
+
+    def _checkpoint(self, row: Row, num_tokens: int) -> tuple[list[array[int]], int]:
+        """Publish the whole pages of the first `num_tokens` tokens (SGLang 0.5.22: checkpoint).
+
+        Returns the duplicates, a run a node, and the page from which on the tree had nothing. Starts at the locked
+        node: what lies above it is the tree's and held.
+        """
+        if not self.design.prefix_cache:
+            return [], row.protected
+        seq, start, old = row.seq, row.protected, row.node
+        end = max(self._keys.num_pages(seq, num_tokens), start)
+        key = self._keys.key(seq, start, end)
+        row.node, runs, new_from = self.tree.insert(old, key, self._keys.width(seq), row.page_ids, start)
+        row.protected = end
+        if self.tree.order.uses_hits:
+            self.tree.count_hit(row.node, until=old if row.counted else None)
+            row.counted = True
+        prompt = self._keys.num_pages(seq, seq.num_prompt_tokens)
+        if 0 < prompt < end and (prompt != start or self.tree.order.uses_priority):
+            self.tree.border(row.node, end, prompt)
+        return runs, new_from
+
+    def _note_checkpoint(self, seq: Sequence, published: array[int], duplicates: array[int]) -> None:
+        if published:
+            self.events.add(EventKind.PUBLISH, seq.request_id, published)
+        if duplicates:
+            self.events.add(EventKind.DUPLICATE, seq.request_id, duplicates)
+
+    def _num_shared(self) -> int:
+        """Pages on the path of more than one live sequence: where a walk up meets one made before."""
+        seen: set[Node] = set()
+        shared: set[Node] = set()
+        for row in self._rows.values():
+            node = row.node
+            while node.parent is not None and node not in seen:
+                seen.add(node)
+                node = node.parent
+            while node.parent is not None and node not in shared:
+                shared.add(node)
+                node = node.parent
+        return sum(len(node.pages) for node in shared)

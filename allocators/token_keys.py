@@ -1,0 +1,108 @@
+"""What the radix tree compares: the tokens of a sequence as bytes, with images replaced by ids of their content."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import cast
+
+from kvarena.allocators.interface import Sequence
+
+TOKEN_BYTES = 4
+FIRST_RESERVED = -(2**31)  # ids of image contents count up from here ...
+END_RESERVED = -(2**30)  # ... to here; no token may be below it
+_SIGN_BYTE = 3 if sys.byteorder == "little" else 0
+
+
+@dataclass(frozen=True, slots=True)
+class HashedNamespace:
+    """Namespace of sequences that bring a symbol a page: never shared with token ids."""
+
+    namespace: Hashable
+
+
+class TokenKeys:
+    """Turns pages of sequences into key bytes.
+
+    Every position of an item (offset, length, content_id) is replaced by an id that stands for the content alone,
+    whatever placeholder token was there: one id where the item begins and another one for the rest of it, so that
+    two items of a content in a row differ from a longer one. Ids are given in order of first use from a range that
+    tokens may not enter, so two contents never share one.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._ids: dict[Hashable, int] = {}
+
+    def width(self, seq: Sequence) -> int:
+        """Key bytes a page."""
+        return TOKEN_BYTES * self.page_size if seq.page_hashes is None else TOKEN_BYTES
+
+    def namespace(self, seq: Sequence) -> Hashable:
+        """Namespace of the tree that the sequence belongs to."""
+        return seq.namespace if seq.page_hashes is None else HashedNamespace(seq.namespace)
+
+    def num_pages(self, seq: Sequence, num_tokens: int) -> int:
+        """Whole pages among the first `num_tokens` tokens whose content is known.
+
+        Of a sequence with page hashes, pages of generated tokens have no name, so nobody could find them.
+        """
+        if seq.page_hashes is not None:
+            num_tokens = min(num_tokens, seq.num_prompt_tokens)
+        return num_tokens // self.page_size
+
+    def key(self, seq: Sequence, start: int, end: int) -> bytes:
+        """Key bytes of pages [start, end). Raises ValueError when a token lies in the reserved range."""
+        if seq.page_hashes is not None:
+            return seq.page_hashes[start:end].tobytes()
+        first, last = start * self.page_size, end * self.page_size
+        tokens = seq.token_ids[first:last]
+        if seq.extra_keys:
+            self._replace_items(seq, tokens, first, last)
+        else:
+            refuse_reserved(seq, tokens.tobytes())
+        return tokens.tobytes()
+
+    def forget(self) -> None:
+        """Start the ids anew (nothing is cached any more)."""
+        self._ids.clear()
+
+    def _replace_items(self, seq: Sequence, tokens: array[int], first: int, last: int) -> None:
+        every = cast("tuple[tuple[int, int, Hashable], ...]", seq.extra_keys)
+        items = [item for item in every if item[0] < last and item[0] + item[1] > first]
+        plain = tokens[:]
+        for offset, length, _ in items:
+            low, high = max(offset, first) - first, min(offset + length, last) - first
+            plain[low:high] = array("i", bytes(TOKEN_BYTES * (high - low)))
+        refuse_reserved(seq, plain.tobytes())
+        for offset, length, content in items:
+            begin = self._id(content)
+            low, high = max(offset, first) - first, min(offset + length, last) - first
+            tokens[low:high] = array("i", [begin + 1]) * (high - low)
+            if offset >= first:
+                tokens[low] = begin
+
+    def _id(self, content: Hashable) -> int:
+        found = self._ids.get(content)
+        if found is None:
+            found = self._ids[content] = FIRST_RESERVED + 2 * len(self._ids)
+            if found + 2 > END_RESERVED:
+                raise ValueError(f"image contents: more than {len(self._ids) - 1} distinct ones; reset the allocator")
+        return found
+
+
+def refuse_reserved(seq: Sequence, data: bytes) -> None:
+    """Raise ValueError when `data`, int32 token ids, holds one of the reserved range.
+
+    Almost always no id is negative, which one look at the sign bytes tells.
+    """
+    if data[_SIGN_BYTE::TOKEN_BYTES].isascii():
+        return
+    for index, token in enumerate(array("i", data)):
+        if token < END_RESERVED:
+            raise ValueError(
+                f"request {seq.request_id}: token id {token} (position {index} of the key) is below {END_RESERVED}; "
+                f"the ids from {FIRST_RESERVED} up to it are reserved for images"
+            )

@@ -1,0 +1,129 @@
+"""Orders in which unlocked leaves of a prefix tree go, and the queue that hands them out.
+
+An order turns a node's last access, creation, hit count and priority into a key; the lowest key goes first.
+SGLang 0.5.22 offers the same family (lru, lfu, slru, priority; fifo, mru and filo exist there but are not offered).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Generic, Protocol, TypeVar
+
+
+class Evictable(Protocol):
+    """What an order may look at, and what the queue needs to know of a tree node."""
+
+    last_access: int
+    created: int
+    hits: int
+    priority: int
+    serial: int
+    queued: Any
+
+    @property
+    def is_candidate(self) -> bool:
+        """Whether the node can go now: in the tree, unlocked, without children."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An eviction order.
+
+    key            of a node; the lowest goes first. Keys end with the last access, so no two candidates tie.
+    only_grows     a node's key never falls, so an outdated queue entry is always too low and can wait until it
+                   surfaces; else every touch of a candidate has to queue it anew
+    uses_hits      hit counts have to be kept
+    uses_priority  priorities have to be kept
+    """
+
+    name: str
+    key: Callable[[Evictable], Any]
+    only_grows: bool = True
+    uses_hits: bool = False
+    uses_priority: bool = False
+
+
+SLRU_PROTECTED_HITS = 2  # from this hit count on a node belongs to the protected segment
+
+ORDERS: dict[str, Order] = {
+    order.name: order
+    for order in (
+        Order("lru", attrgetter("last_access")),
+        Order("lfu", attrgetter("hits", "last_access"), uses_hits=True),
+        Order("fifo", attrgetter("created", "last_access")),
+        Order("filo", lambda node: (-node.created, node.last_access)),
+        Order("mru", lambda node: -node.last_access, only_grows=False),
+        Order("priority", attrgetter("priority", "last_access"), uses_priority=True),
+        Order("slru", lambda node: (node.hits >= SLRU_PROTECTED_HITS, node.last_access), uses_hits=True),
+    )
+}
+
+
+def order(name: str) -> Order:
+    """The order of that name; ValueError lists the known ones."""
+    if name not in ORDERS:
+        raise ValueError(f"eviction order: expected one of {', '.join(ORDERS)}, found {name!r}")
+    return ORDERS[name]
+
+
+Leaf = TypeVar("Leaf", bound=Evictable)
+
+
+class LeafQueue(Generic[Leaf]):
+    """Candidates for eviction, lowest key first: a lazy heap with at most one valid entry a node.
+
+    A touch or a lock does not reach into the heap. An entry is judged when it surfaces: dropped if its node is no
+    candidate any more, put back with its present key if that has grown. Cost O(log n) for `offer`, amortised
+    O(log n) for `pop`; a touch is free.
+    """
+
+    __slots__ = ("_heap", "order")
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self._heap: list[tuple[Any, int, Leaf]] = []
+
+    def offer(self, node: Leaf) -> None:
+        """`node` is a candidate now, or was touched while it is one."""
+        if node.queued is not None and self.order.only_grows:
+            return
+        key = self.order.key(node)
+        if key != node.queued:
+            node.queued = key
+            heapq.heappush(self._heap, (key, node.serial, node))
+
+    def pop(self) -> Leaf | None:
+        """Take the candidate with the lowest key; None when there is none."""
+        heap, key_of = self._heap, self.order.key
+        while heap:
+            key, serial, node = heap[0]
+            if key != node.queued:  # a later entry stands for this node
+                heapq.heappop(heap)
+                continue
+            if not node.is_candidate:
+                heapq.heappop(heap)
+                node.queued = None
+                continue
+            now = key_of(node)
+            if now == key:
+                heapq.heappop(heap)
+                node.queued = None
+                return node
+            node.queued = now
+            heapq.heapreplace(heap, (now, serial, node))
+        return None
+
+    def clear(self) -> None:
+        """Forget all entries (the tree was emptied)."""
+        self._heap.clear()
+
+    def __len__(self) -> int:
+        """Entries held, outdated ones included."""
+        return len(self._heap)
+
+    def valid_keys(self) -> dict[int, Any]:
+        """Serial number to key of the entries that stand for a node, for `check()`. O(n)."""
+        return {serial: key for key, serial, node in self._heap if key == node.queued}

@@ -1,0 +1,389 @@
+"""A radix tree over pages of tokens: which cached pages match these tokens?
+
+An edge is a run of whole pages: their tokens as bytes, and the ids of the pages that hold their KV. Two children of
+a node never share their first page, so a walk looks at one child a node. Matching *changes* the tree: it splits the
+edge in which it ends and refreshes what it found.
+
+The unit is the page throughout. `width` is the number of key bytes a page: 4 x page_size for token ids (int32), 4
+when one symbol names a page. A namespace has a root of its own, hence shares nothing with another.
+
+    root -- [system prompt, 3 pages] -- [question A, 2 pages]      unlocked leaf: can be evicted
+                                     `- [question B, 4 pages]      locked by a live request, and so is all above it
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterator
+from typing import Any, Literal, NamedTuple
+
+from kvarena.prefix.eviction import LeafQueue, Order, order
+
+_NO_CHILDREN: dict[bytes, Node] = {}  # shared by all leaves, never written
+
+
+class Node:
+    """One edge of the tree and the place where it ends.
+
+    edge         tokens of its pages, width bytes each
+    pages        their page ids, array('i')
+    children     first page's bytes -> child
+    locks        own locks + locked children: > 0 means that a live request needs this node. A root starts at 1.
+    last_access  clock value of the last match or insert that *ended* here. One that went further is added when the
+                 child in question leaves (`_remove`), which is the first moment at which it can matter.
+    queued       key of its entry in the eviction queue, None without one
+    """
+
+    __slots__ = (
+        "children",
+        "created",
+        "edge",
+        "hits",
+        "last_access",
+        "locks",
+        "pages",
+        "parent",
+        "priority",
+        "queued",
+        "serial",
+    )
+
+    def __init__(self, parent: Node | None, edge: bytes, pages: array[int], serial: int) -> None:
+        self.parent = parent
+        self.edge = edge
+        self.pages = pages
+        self.children = _NO_CHILDREN
+        self.locks = 0
+        self.serial = self.created = self.last_access = serial
+        self.hits = 0
+        self.priority = 0
+        self.queued: Any = None
+
+    @property
+    def is_candidate(self) -> bool:
+        """Whether eviction may take this node now."""
+        return self.locks == 0 and not self.children and self.parent is not None
+
+    def adopt(self, key: bytes, child: Node) -> None:
+        """Make `child` the child for the page `key`."""
+        if self.children is _NO_CHILDREN:
+            self.children = {}
+        self.children[key] = child
+
+    def __repr__(self) -> str:
+        return f"Node({len(self.pages)} pages, {len(self.children)} children, locks {self.locks})"
+
+
+class Root(Node):
+    """Start of a namespace. Its base lock keeps it out of eviction and ends every lock walk."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Hashable, serial: int) -> None:
+        super().__init__(None, b"", array("i"), serial)
+        self.namespace = namespace
+        self.locks = 1
+
+
+class Found(NamedTuple):
+    """`node` ends where the match ends; `pages` are the matched page ids in order."""
+
+    node: Node
+    pages: array[int]
+
+
+class Insertion(NamedTuple):
+    """`node` ends where the key ends and carries the lock; `duplicates` are the pages given up for equal ones, a run
+    for each node in path order; pages from position `new_from` on are new to the tree."""
+
+    node: Node
+    duplicates: list[array[int]]
+    new_from: int
+
+
+class RadixTree:
+    """Page-aligned radix tree with locks and eviction.
+
+    eviction_unit         "leaf": a whole leaf goes at once (SGLang 0.5.22); "page": its last pages, as many as asked
+    split_touches_suffix  the cut-off rest of a split edge counts as accessed (SGLang 0.5.22)
+    """
+
+    def __init__(
+        self,
+        eviction_order: Order | None = None,
+        *,
+        eviction_unit: Literal["page", "leaf"] = "leaf",
+        split_touches_suffix: bool = True,
+    ) -> None:
+        self.order = eviction_order or order("lru")
+        self.eviction_unit = eviction_unit
+        self.split_touches_suffix = split_touches_suffix
+        self.queue: LeafQueue[Node] = LeafQueue(self.order)
+        self.roots: dict[Hashable, Root] = {}
+        self.evictable_pages = 0
+        self._clock = 0
+
+    def root(self, namespace: Hashable = None) -> Root:
+        """Root of a namespace, made on first use and dropped with its last content."""
+        found = self.roots.get(namespace)
+        if found is None:
+            found = self.roots[namespace] = Root(namespace, self._tick())
+        return found
+
+    def match(self, key: bytes, width: int, namespace: Hashable = None) -> Found:
+        """Longest cached prefix of `key` in whole pages.
+
+        Splits the edge in which the match ends and marks the node it ends at as accessed, also when the caller
+        then gives up (SGLang 0.5.22). Cost: one dict look-up and one bytes compare a node.
+        """
+        node: Node = self.root(namespace)
+        pages = array("i")
+        at, stop = 0, len(key)
+        while at < stop:
+            child = node.children.get(key[at : at + width])
+            if child is None:
+                break
+            edge = child.edge
+            if not key.startswith(edge, at):
+                node = self._split(child, common_pages(edge, key, at, width) * width)
+                pages += node.pages
+                break
+            node = child
+            pages += node.pages
+            at += len(edge)
+        if node.parent is not None:
+            self._touch(node)
+        return Found(node, pages)
+
+    def insert(self, node: Node, key: bytes, width: int, pages: array[int], start: int = 0) -> Insertion:
+        """Publish `pages[start:]` below `node`, whose lock the caller holds; the lock moves to the end of the key.
+
+        `node` ends at page `start`; `key` holds the tokens of `pages[start:start + len(key) // width]`. Where the
+        tree has equal pages already, its own stay and `pages` is rewritten *in place* to name them.
+        """
+        first, at = node, 0
+        duplicates: list[array[int]] = []
+        while at < len(key):
+            child = node.children.get(key[at : at + width])
+            if child is None:
+                node = self._grow(node, key[at:], width, pages[start + at // width : start + len(key) // width])
+                break
+            if not key.startswith(child.edge, at):
+                child = self._split(child, common_pages(child.edge, key, at, width) * width)
+            node, here = child, start + at // width
+            duplicates.append(pages[here : here + len(child.pages)])
+            pages[here : here + len(child.pages)] = child.pages
+            at += len(child.edge)
+        if node is not first:
+            self.lock(node)
+            self.unlock(first)
+        if node.parent is not None:
+            self._touch(node)
+        return Insertion(node, duplicates, start + sum(map(len, duplicates)))
+
+    def border(self, node: Node, end: int, at: int) -> None:
+        """Put a node border at page `at` of the path to `node`, which ends at page `end`, and raise the priority of
+        what lies above it by one (SGLang 0.5.22: the prompt outlives what was generated from it)."""
+        start = end - len(node.pages)
+        while node.parent is not None and start > at:
+            node = node.parent
+            start -= len(node.pages)
+        if node.parent is None:
+            return
+        size = len(node.pages)
+        if start == at:
+            node = node.parent
+        elif start + size > at:
+            node = self._split(node, (at - start) * (len(node.edge) // size))
+        if self.order.uses_priority:
+            _raise_priority(node, 1)
+
+    def count_hit(self, node: Node, until: Node | None = None) -> None:
+        """One more request used the path from `node` up to, but not including, `until` (default: all of it)."""
+        while node.parent is not None and node is not until:
+            node.hits += 1
+            node = node.parent
+
+    def lock(self, node: Node) -> None:
+        """Keep the path to `node` from eviction. Stops at the first locked ancestor, which is locked already."""
+        while True:
+            node.locks += 1
+            if node.locks > 1:
+                return
+            self.evictable_pages -= len(node.pages)
+            node = _above(node)
+
+    def unlock(self, node: Node) -> list[Node]:
+        """Undo one `lock` of `node`; returns the nodes that nobody holds any more, deepest first."""
+        let_go: list[Node] = []
+        at = node
+        while True:
+            at.locks -= 1
+            if at.locks > 0:
+                break
+            self.evictable_pages += len(at.pages)
+            let_go.append(at)
+            at = _above(at)
+        if let_go and not node.children:
+            self.queue.offer(node)
+        if at.parent is None:
+            self._drop_if_empty(at)
+        return let_go
+
+    def evict(self, num_pages: int) -> list[array[int]]:
+        """Let unlocked leaves go until `num_pages` pages are free or none is left.
+
+        Returns a run of page ids for each leaf, in order. Unit "leaf": in position order, and the sum may exceed
+        the demand; unit "page": tail first. Cost O(log leaves) a leaf.
+        """
+        runs: list[array[int]] = []
+        while num_pages > 0:
+            leaf = self.queue.pop()
+            if leaf is None:
+                break
+            if self.eviction_unit == "leaf" or len(leaf.pages) <= num_pages:
+                run = leaf.pages
+                self._remove(leaf)
+            else:
+                run = self._trim(leaf, num_pages)
+            if self.eviction_unit == "page":
+                run = run[::-1]
+            runs.append(run)
+            num_pages -= len(run)
+        return runs
+
+    def clear(self) -> None:
+        """Forget everything; the clock goes on."""
+        self.roots.clear()
+        self.queue.clear()
+        self.evictable_pages = 0
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the roots, parents first."""
+        stack: list[Node] = list(self.roots.values())
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                yield node
+            stack.extend(node.children.values())
+
+    def path_pages(self, node: Node) -> array[int]:
+        """Page ids from the root to the end of `node`."""
+        runs = []
+        while node.parent is not None:
+            runs.append(node.pages)
+            node = node.parent
+        pages = array("i")
+        for run in reversed(runs):
+            pages += run
+        return pages
+
+    def faults(self) -> Iterator[str]:
+        """What is inconsistent, one sentence each; nothing for a sound tree. O(nodes)."""
+        evictable = 0
+        waiting = self.queue.valid_keys()
+        for node in self.nodes():
+            width = len(node.edge) // max(len(node.pages), 1)
+            parent = _above(node)
+            if not node.pages or len(node.edge) != width * len(node.pages):
+                yield f"{node!r}: an edge of {len(node.edge)} bytes for {len(node.pages)} pages"
+            elif parent.children.get(node.edge[:width]) is not node:
+                yield f"{node!r} is not filed under its first page"
+            if any(child.parent is not node for child in node.children.values()):
+                yield f"{node!r}: a child names another parent"
+            if node.locks < sum(child.locks > 0 for child in node.children.values()):
+                yield f"{node!r}: fewer locks than locked children"
+            if node.locks == 0:
+                evictable += len(node.pages)
+            if node.is_candidate and node.serial not in waiting:
+                yield f"{node!r} could be evicted but is not queued"
+        if evictable != self.evictable_pages:
+            yield f"evictable count is {self.evictable_pages}, unlocked nodes hold {evictable} pages"
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _touch(self, node: Node) -> None:
+        self._clock = node.last_access = self._clock + 1
+        if not self.order.only_grows and node.is_candidate:
+            self.queue.offer(node)
+
+    def _grow(self, parent: Node, edge: bytes, width: int, pages: array[int]) -> Node:
+        leaf = Node(parent, edge, pages, self._tick())
+        parent.adopt(edge[:width], leaf)
+        self.evictable_pages += len(pages)
+        return leaf
+
+    def _split(self, child: Node, cut: int) -> Node:
+        """Cut `child` after `cut` bytes of its edge; returns the new upper node. No size changes."""
+        edge, parent = child.edge, _above(child)
+        size = len(child.pages)
+        width = len(edge) // size
+        upper = Node(parent, edge[:cut], child.pages[: cut // width], self._tick())
+        upper.created, upper.last_access = child.created, child.last_access
+        upper.hits, upper.priority = child.hits, child.priority
+        upper.locks = 1 if child.locks else 0
+        parent.children[edge[:width]] = upper
+        child.edge, child.pages, child.parent = edge[cut:], child.pages[cut // width :], upper
+        upper.adopt(child.edge[:width], child)
+        if self.split_touches_suffix:
+            self._touch(child)
+        return upper
+
+    def _remove(self, leaf: Node) -> None:
+        parent = _above(leaf)
+        del parent.children[leaf.edge[: len(leaf.edge) // len(leaf.pages)]]
+        leaf.parent = None
+        self.evictable_pages -= len(leaf.pages)
+        # Whoever accessed the leaf accessed all above it: noted here, once, instead of at every access.
+        if leaf.last_access > parent.last_access:
+            parent.last_access = leaf.last_access
+        if parent.children:
+            return
+        parent.children = _NO_CHILDREN
+        if parent.parent is None:
+            self._drop_if_empty(parent)
+        elif parent.locks == 0:
+            self.queue.offer(parent)
+
+    def _trim(self, leaf: Node, num_pages: int) -> array[int]:
+        keep = len(leaf.pages) - num_pages
+        run = leaf.pages[keep:]
+        leaf.edge = leaf.edge[: keep * (len(leaf.edge) // len(leaf.pages))]
+        del leaf.pages[keep:]
+        self.evictable_pages -= num_pages
+        self.queue.offer(leaf)
+        return run
+
+    def _drop_if_empty(self, root: Node) -> None:
+        if isinstance(root, Root) and root.locks == 1 and not root.children:
+            self.roots.pop(root.namespace, None)
+
+
+def common_pages(edge: bytes, key: bytes, at: int, width: int) -> int:
+    """Whole pages that `edge` and `key[at:]` share; the first one is known to be equal.
+
+    Halves the undecided stretch with bytes compares: cheaper than a vectorised compare at prompt lengths.
+
+    >>> common_pages(b"aabbcc", b"..aabbxx", 2, 2)
+    2
+    """
+    low, high = 1, min(len(edge), len(key) - at) // width
+    while low < high:
+        middle = (low + high + 1) // 2
+        if edge[low * width : middle * width] == key[at + low * width : at + middle * width]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _above(node: Node) -> Node:
+    return node.parent  # type: ignore[return-value]  # callers come from below a root, whose locks end every walk
+
+
+def _raise_priority(node: Node, least: int) -> None:
+    while node.parent is not None and node.priority < least:
+        node.priority = least
+        node = node.parent
