@@ -52,9 +52,14 @@ def scenario(
         raise ValueError(f"--allocator: expected block or token, found {allocator!r}")
     if admission not in ("exact", "sglang"):
         raise ValueError(f"--admission: expected exact or sglang, found {admission!r}")
-    files = sc.scenario_files(path)
-    for file in files:
+    written = 0
+    for file in sc.scenario_files(path):
         parsed = sc.read_scenario(file)
+        slots = parsed.header["num_slots"]
+        if path.is_dir() and page_size is not None and slots < page_size:
+            # One page size for a whole folder: scenarios with a smaller pool are left out, and said so.
+            print(f"{file.name}: skipped, its {slots} slots hold no page of {page_size} tokens", file=sys.stderr)
+            continue
         lines = sc.run_scenario(
             parsed, allocator, check=check, page_size=page_size, admission=admission, need_sort=need_sort
         )
@@ -65,5 +70,6 @@ def scenario(
         suffix = "" if page_size is None else f".p{page_size}"
         target = out / f"{parsed.name}{suffix}.jsonl" if path.is_dir() or out.is_dir() else out
         sc.write_log(lines, target)
+        written += 1
     if out is not None:
-        print(f"{len(files)} decision logs in {out}", file=sys.stderr)
+        print(f"{written} decision logs in {out}", file=sys.stderr)
