@@ -94,16 +94,6 @@ class BlockAllocator(KVAllocator):
         seq.num_computed_tokens = row.committed
         return Pin(seq, row.committed, row.pages[:])
 
-    def match(self, seq: Sequence) -> Match:
-        """Whole cached pages of all tokens, the last one included; changes nothing but the keys kept with `seq`."""
-        chain = self._chain(seq) if self.design.prefix_cache else None
-        pages = [] if chain is None else self._index.match(chain, seq.num_tokens // self.page_size)
-        return Match(len(pages) * self.page_size, tuple(pages))
-
-    def room(self) -> tuple[int, int]:
-        """(free, evictable) pages, O(1). A pin that was not reserved for yet still counts as evictable."""
-        return len(self._queue) - self._evictable, self._evictable
-
     def _chain(self, seq: Sequence) -> PageChain:
         chain = seq.memo
         if not (isinstance(chain, PageChain) and chain.index is self._index and _still_true(chain, seq)):

@@ -134,22 +134,6 @@ class TokenAllocator(KVAllocator):
         """(free, evictable) pages. O(1)."""
         return len(self._free), self.tree.evictable_pages
 
-    def match(self, seq: Sequence) -> Match:
-        """Longest cached prefix of all tokens, the last one included. Splits and touches as `pin` does; no lock."""
-        keys = self._keys
-        namespace = keys.namespace(seq)
-        key = keys.key(seq, 0, keys.num_pages(seq, seq.num_tokens)) if self.design.prefix_cache else b""
-        node, page_ids = self.tree.match(key, keys.width(seq), namespace)
-        path = []
-        while node.parent is not None:
-            path.append(node.created)
-            node = node.parent
-        return Match(len(page_ids) * self.page_size, tuple(reversed(path)))
-
-    def room(self) -> tuple[int, int]:
-        """(free, evictable) pages, O(1)."""
-        return len(self._free), self.tree.evictable_pages
-
     def reserve(self, wants: Iterable[tuple[Sequence, int]]) -> list[Reservation] | None:
         """Private pages for positions [0, num_computed_tokens + n) of each sequence.
 
