@@ -106,7 +106,13 @@ def check_heads(q: Tensor, num_kv_heads: int) -> int:
 
 
 def check_attention(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, table: PageTable, window: int | None, softcap: float | None
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    table: PageTable,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
 ) -> tuple[int, int, int, int]:
     """Check what decode and extend share; return (S, HKV, Dv, B)."""
     page_size, num_kv_heads, head_dim_v = check_cache(key_cache, value_cache)
@@ -119,6 +125,8 @@ def check_attention(
         fail("q", "a last dimension of stride 1", q.stride())
     check_heads(q, num_kv_heads)
     batch = check_table(table, q.device)
+    if scale is not None and not scale > 0:
+        fail("scale", "None or a positive number", scale)
     if window is not None and window < 1:
         fail("window", "None or at least 1 (the current token counts)", window)
     if softcap is not None and not softcap > 0:

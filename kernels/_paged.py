@@ -46,29 +46,29 @@ def load_rows(
 
 
 @triton.jit
-def cap_scores(s, cap, HAS_CAP: tl.constexpr):
-    """cap x tanh(s), where s is already divided by the cap and `cap` carries log2(e); else s as it is.
+def cap_scores(s, cap):
+    """cap x tanh(s), where s is already divided by the cap and `cap` carries log2(e).
 
     tanh from exp of a number that is never positive: nothing overflows.
     """
-    if HAS_CAP:
-        t = tl.exp2(-2.8853900817779268 * tl.abs(s))  # exp(-2 |s|)
-        tanh = (1.0 - t) / (1.0 + t)
-        s = cap * tl.where(s < 0, -tanh, tanh)
-    return s
+    t = tl.exp2(-2.8853900817779268 * tl.abs(s))  # exp(-2 |s|)
+    tanh = (1.0 - t) / (1.0 + t)
+    return cap * tl.where(s < 0, -tanh, tanh)
 
 
 @triton.jit
-def softmax_step(s, m_i, l_i, GUARD: tl.constexpr):
-    """One block of the running softmax: (weights [M, N], new maximum, new sum, factor for what was summed so far).
+def softmax_step(s, factor, m_i, l_i, GUARD: tl.constexpr):
+    """One block of the running softmax over scores s x factor, factor > 0.
 
+    Returns (weights [M, N], new maximum, new sum, factor for what was summed so far). Scaling inside the exponent
+    costs nothing: it is one fused multiply-add.
     GUARD: a row may have seen no key yet, and -inf minus -inf must not become NaN.
     """
-    m_new = tl.maximum(m_i, tl.max(s, 1))
+    m_new = tl.maximum(m_i, tl.max(s, 1) * factor)
     m_safe = m_new
     if GUARD:
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s - m_safe[:, None])
+    p = tl.exp2(s * factor - m_safe[:, None])
     alpha = tl.exp2(m_i - m_safe)
     return p, m_new, l_i * alpha + tl.sum(p, 1), alpha
 
@@ -76,8 +76,6 @@ def softmax_step(s, m_i, l_i, GUARD: tl.constexpr):
 @triton.jit
 def finish(acc, m_i, l_i, v_scale):
     """(output, lse in log2 units) of rows; a row that saw no key gives zeros and -inf."""
-    seen = l_i > 0
-    empty = (l_i == 0) & (m_i == float("-inf"))
-    out = acc * (v_scale / tl.where(empty, 1.0, l_i))[:, None]
-    lse = tl.where(seen, m_i + tl.log2(tl.where(seen, l_i, 1.0)), tl.where(empty, float("-inf"), l_i))
-    return out, lse
+    empty = m_i == float("-inf")
+    l_safe = tl.where(empty, 1.0, l_i)
+    return acc * (v_scale / l_safe)[:, None], m_i + tl.log2(l_safe)

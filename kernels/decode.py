@@ -137,12 +137,17 @@ def _decode_kernel(
         page, offset = locate(p_row, at, LOG_ENTRY, LOG_PAGE)
         b_k = load_rows(p_key, page, offset, key_stride_p, key_stride_s, D, BLOCK_D)
         b_v = load_rows(p_value, page, offset, value_stride_p, value_stride_s, DV, BLOCK_DV)
-        s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee") * qk_scale  # [BLOCK_H, BLOCK_N]
-        s = cap_scores(s, cap, HAS_CAP)
+        s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")  # [BLOCK_H, BLOCK_N]
+        factor = qk_scale
+        if HAS_CAP:
+            s = cap_scores(s * qk_scale, cap)
+            factor = 1.0
         if slopes_ptr is not None:
+            s = s * factor
+            factor = 1.0
             s += b_slope[:, None] * (o_n - (seq_len - 1))[None, :]
         s = tl.where(m_n[None, :], s, float("-inf"))
-        p, m_i, l_i, alpha = softmax_step(s, m_i, l_i, False)
+        p, m_i, l_i, alpha = softmax_step(s, factor, m_i, l_i, False)
         acc = acc * alpha[:, None] + tl.dot(p.to(b_q.dtype), b_v.to(b_q.dtype), input_precision="ieee")
 
     out, lse = finish(acc, m_i, l_i, v_scale)
@@ -289,7 +294,7 @@ def paged_decode(
     key_cache     [P, S, HKV, D], a view of any layout; dtype of q, or fp8 / int8
     value_cache   [P, S, HKV, Dv]
     table         where the tokens lie; seq_lens counts the current token, 0 for a padded row
-    scale         factor of q . k; default D ** -0.5
+    scale         positive factor of q . k; default D ** -0.5
     window        tokens that are visible, the current one included
     softcap       scores become softcap x tanh(score / softcap), before ALiBi and mask
     alibi_slopes  float32 [HQ]; adds slope x (key position - query position)
@@ -304,7 +309,9 @@ def paged_decode(
     Cost: K and V of each visible token are read once a KV head (once for each 64 query heads of it).
     Raises ValueError for shapes, dtypes or devices that do not fit.
     """
-    page_size, num_kv_heads, head_dim_v, batch = check_attention(q, key_cache, value_cache, table, window, softcap)
+    page_size, num_kv_heads, head_dim_v, batch = check_attention(
+        q, key_cache, value_cache, table, scale, window, softcap
+    )
     num_heads, head_dim = q.shape[1:]
     check_shape("q", q, (batch, num_heads, head_dim))
     check_slopes(alibi_slopes, num_heads, q.device)

@@ -1,0 +1,440 @@
+"""paged_extend: causal attention of new tokens over a cached prefix and themselves, for a ragged batch.
+
+    out[t, h] = sum_j softmax_j(scale x q[t, h] . K[j]) V[j],   j = 0 .. position of token t
+
+All K and V, those of the new tokens too, are read from the pool: call store_kv first. Decode rows (one new
+token) and prefill rows mix freely.
+
+Grid: (KV head, tile), KV head fastest, long tiles first. A tile is BLOCK_M rows of one request and one KV head:
+row r is token r // G, query head r % G of the group of G heads; BLOCK_M // G tokens, the remaining rows idle.
+The number of tiles depends on shapes only: request b's tiles start at query_start_loc[b] // tokens + b, and each
+program finds its request by counting. One more "request" holds the padding behind the last token: zeros, lse -inf.
+
+Blocks of keys that every row of a tile sees are taken without a mask; only the diagonal (and everything under a
+window) is masked, with positions clamped to keys that the tile may see before they are looked up.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import triton
+import triton.language as tl
+from kvarena.kernels._launch import (
+    LOG2E,
+    check_attention,
+    check_device,
+    check_dtype,
+    check_shape,
+    check_slopes,
+    fail,
+    log2,
+    next_power_of_two,
+    output_like,
+    scale_argument,
+)
+from kvarena.kernels._paged import cap_scores, finish, load_rows, locate, softmax_step
+from kvarena.kernels.page_table import PageTable
+from torch import Tensor
+
+
+@triton.jit
+def _find_request(start_ptr, num_requests, i_tile, TOKENS: tl.constexpr, BLOCK_B: tl.constexpr):
+    """(request of a tile, number of the tile within it); request `num_requests` is the padding."""
+    o_b = tl.arange(0, BLOCK_B)
+    start = tl.load(start_ptr + o_b, mask=o_b <= num_requests, other=0)  # [BLOCK_B]
+    first = tl.where(o_b <= num_requests, start // TOKENS + o_b, i_tile + 1)
+    i_b = tl.sum((first <= i_tile).to(tl.int32), 0) - 1
+    return i_b, i_tile - tl.load(start_ptr + i_b) // TOKENS - i_b
+
+
+@triton.jit
+def _attend_block(
+    acc,
+    m_i,
+    l_i,
+    b_q,
+    b_slope,
+    o_pos,
+    i_n,
+    low,
+    high,
+    p_row,
+    p_key,
+    p_value,
+    qk_scale,
+    cap,
+    window,
+    key_stride_p,
+    key_stride_s,
+    value_stride_p,
+    value_stride_s,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    LOG_ENTRY: tl.constexpr,
+    LOG_PAGE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Take one block of keys into (acc [BLOCK_M, BLOCK_DV], m_i, l_i)."""
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    at = o_n
+    if MASKED:
+        at = tl.minimum(tl.maximum(o_n, low), high - 1)
+    page, offset = locate(p_row, at, LOG_ENTRY, LOG_PAGE)
+    b_k = load_rows(p_key, page, offset, key_stride_p, key_stride_s, D, BLOCK_D)
+    b_v = load_rows(p_value, page, offset, value_stride_p, value_stride_s, DV, BLOCK_DV)
+    s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+    factor = qk_scale
+    if HAS_CAP:
+        s = cap_scores(s * qk_scale, cap)
+        factor = 1.0
+    if HAS_SLOPES:
+        s = s * factor + b_slope[:, None] * (o_n[None, :] - o_pos[:, None])
+        factor = 1.0
+    if MASKED:
+        m = (o_n[None, :] <= o_pos[:, None]) & (o_n < high)[None, :]
+        if HAS_WINDOW:
+            m &= o_n[None, :] > o_pos[:, None] - window
+        s = tl.where(m, s, float("-inf"))
+    p, m_i, l_i, alpha = softmax_step(s, factor, m_i, l_i, MASKED)
+    acc = acc * alpha[:, None]
+    acc = tl.dot(p.to(b_q.dtype), b_v.to(b_q.dtype), acc, input_precision="ieee")
+    return acc, m_i, l_i
+
+
+@triton.jit
+def _extend_kernel(
+    q_ptr,
+    key_ptr,
+    value_ptr,
+    entries_ptr,
+    rows_ptr,
+    lens_ptr,
+    start_ptr,
+    slopes_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,
+    lse_ptr,
+    num_requests,
+    num_tokens,
+    qk_scale,
+    v_scale,
+    cap,
+    window,
+    k_scale_stride,
+    v_scale_stride,
+    q_stride_t,
+    q_stride_h,
+    key_stride_p,
+    key_stride_s,
+    key_stride_h,
+    value_stride_p,
+    value_stride_s,
+    value_stride_h,
+    entries_stride,
+    out_stride_t,
+    out_stride_h,
+    lse_stride_t,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    LOG_ENTRY: tl.constexpr,
+    LOG_PAGE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+):
+    i_kv = tl.program_id(0)
+    i_b, i_tile = _find_request(start_ptr, num_requests, tl.num_programs(1) - 1 - tl.program_id(1), TOKENS, BLOCK_B)
+    is_request = i_b < num_requests
+    start = tl.load(start_ptr + i_b)
+    end = tl.load(start_ptr + i_b + 1, mask=is_request, other=num_tokens)
+    first = i_tile * TOKENS  # token of the request with which the tile begins
+    if start + first >= end:
+        return
+    seq_len = tl.load(lens_ptr + i_b, mask=is_request, other=0)
+    prefix = seq_len - (end - start)
+    high = tl.minimum(prefix + first + TOKENS, seq_len)
+    low = 0
+    if HAS_WINDOW:
+        low = tl.maximum(prefix + first + 1 - window, 0)
+    begin = low // BLOCK_N * BLOCK_N
+    middle = begin
+    if not HAS_WINDOW:
+        middle = tl.maximum(tl.minimum(prefix + first + 1, high), 0) // BLOCK_N * BLOCK_N
+
+    o_m = tl.arange(0, BLOCK_M)
+    o_t = first + o_m // GROUP
+    o_h = i_kv * GROUP + o_m % GROUP
+    o_pos = prefix + o_t
+    m_m = (o_m // GROUP < TOKENS) & (start + o_t < end)
+    o_d = tl.arange(0, BLOCK_D)
+    o_row = (start + o_t).to(tl.int64)
+    p_q = q_ptr + (o_row * q_stride_t + o_h * q_stride_h)[:, None] + o_d[None, :]
+    b_q = tl.load(p_q, mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)  # [BLOCK_M, BLOCK_D]
+    b_slope = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SLOPES:
+        b_slope = tl.load(slopes_ptr + o_h, mask=m_m, other=0.0) * 1.4426950408889634
+    if k_scale_ptr is not None:
+        qk_scale *= tl.load(k_scale_ptr + i_kv * k_scale_stride)
+    if v_scale_ptr is not None:
+        v_scale *= tl.load(v_scale_ptr + i_kv * v_scale_stride)
+    p_row = entries_ptr + tl.load(rows_ptr + i_b, mask=is_request, other=0).to(tl.int64) * entries_stride
+    p_key = key_ptr + i_kv.to(tl.int64) * key_stride_h
+    p_value = value_ptr + i_kv.to(tl.int64) * value_stride_h
+
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for i_n in range(begin, middle, BLOCK_N):
+        acc, m_i, l_i = _attend_block(
+            acc, m_i, l_i, b_q, b_slope, o_pos, i_n, low, high, p_row, p_key, p_value, qk_scale, cap, window,
+            key_stride_p, key_stride_s, value_stride_p, value_stride_s,
+            BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, LOG_ENTRY, LOG_PAGE, HAS_WINDOW, HAS_CAP, HAS_SLOPES, False,
+        )  # fmt: skip
+    for i_n in range(middle, high, BLOCK_N):
+        acc, m_i, l_i = _attend_block(
+            acc, m_i, l_i, b_q, b_slope, o_pos, i_n, low, high, p_row, p_key, p_value, qk_scale, cap, window,
+            key_stride_p, key_stride_s, value_stride_p, value_stride_s,
+            BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, LOG_ENTRY, LOG_PAGE, HAS_WINDOW, HAS_CAP, HAS_SLOPES, True,
+        )  # fmt: skip
+
+    out, lse = finish(acc, m_i, l_i, v_scale)
+    o_dv = tl.arange(0, BLOCK_DV)
+    p_out = out_ptr + (o_row * out_stride_t + o_h * out_stride_h)[:, None] + o_dv[None, :]
+    tl.store(p_out, out.to(out_ptr.dtype.element_ty), mask=m_m[:, None] & (o_dv < DV)[None, :])
+    if lse_ptr is not None:
+        tl.store(lse_ptr + o_row * lse_stride_t + o_h, lse * 0.6931471805599453, mask=m_m)
+
+
+@dataclass(frozen=True)
+class ExtendConfig:
+    """Tile of one program."""
+
+    block_m: int  # rows: tokens x query heads of one KV head
+    block_n: int  # keys a step
+    num_warps: int
+    num_stages: int  # loads in flight
+
+
+def extend_config(num_tokens: int, batch: int, group: int, block_d: int, itemsize: int) -> ExtendConfig:
+    """Tile sizes from shapes alone.
+
+    num_tokens  T, new tokens; batch  B; so T / B x G rows a request and KV head on average
+    group       query heads of one KV head, G
+    block_d     larger of the padded head dims
+    itemsize    bytes of one number of q
+
+    256 rows won on one H200 for prompts, 64 for a few new tokens on long prefixes (memory bound). Tiles shrink
+    where Q, K and V in flight would not fit in shared memory (head_dim above 128, float32).
+    """
+    rows = max(num_tokens // max(batch, 1), 1) * group
+    if itemsize == 4:
+        shape = (64 if block_d <= 128 else 32, 32, 4, 2)
+    elif rows <= 64:
+        shape = (64, 64, 4, 3 if block_d <= 128 else 2)
+    elif block_d <= 128:
+        shape = (256, 64, 8, 3) if rows > 128 else (128, 64, 4, 3)
+    else:
+        shape = (128, 64, 8, 2)
+    block_m, block_n, num_warps, num_stages = shape
+    return ExtendConfig(max(block_m, next_power_of_two(group)), block_n, num_warps, num_stages)
+
+
+def _load_hopper() -> ModuleType | None:
+    """The Hopper backend, or None (with one warning) where this Triton does not take it."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return None
+    try:
+        from kvarena.kernels import extend_gluon
+    except Exception as error:  # an experimental API: any release may break it in any way
+        warnings.warn(f"paged_extend: no Hopper backend with triton {triton.__version__} ({error!r})", stacklevel=2)
+        return None
+    return extend_gluon
+
+
+_hopper: list[ModuleType | None] = []  # empty until first asked
+
+
+def hopper_backend() -> ModuleType | None:
+    """`kvarena.kernels.extend_gluon` where it can run on this machine, else None."""
+    if not _hopper:
+        _hopper.append(_load_hopper())
+    return _hopper[0]
+
+
+def _drop_hopper(error: Exception) -> None:
+    """From here on, the plain Triton kernel."""
+    _hopper[:] = [None]
+    warnings.warn(f"paged_extend: Hopper backend failed, plain Triton from here on ({error!r})", stacklevel=3)
+
+
+def paged_extend(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    table: PageTable,
+    query_start_loc: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention of the new tokens of each request over all its tokens.
+
+    q                [T, HQ, D] float32, float16 or bfloat16; HQ a multiple of HKV
+    key_cache        [P, S, HKV, D], a view of any layout; dtype of q, or fp8 / int8. Holds the new tokens too
+    value_cache      [P, S, HKV, Dv]
+    table            where the tokens lie; seq_lens counts the new tokens, 0 for a padded row
+    query_start_loc  int32 [B+1], starting at 0: tokens query_start_loc[b] to query_start_loc[b+1] are the last
+                     tokens of request b. Rows of q behind the last one are padding: zeros, lse -inf
+    scale            positive factor of q . k; default D ** -0.5
+    window           tokens that are visible, the current one included
+    softcap          scores become softcap x tanh(score / softcap), before ALiBi and mask
+    alibi_slopes     float32 [HQ]; adds slope x (key position - query position)
+    k_scale          quantised caches: K = stored x k_scale; number, or float32 tensor, one element or [HKV]
+    v_scale          likewise for V
+    out              [T, HQ, Dv], dtype of q
+    return_lse       also return lse, float32 [T, HQ], natural log
+    backend          None (fastest that takes these arguments), "triton" or "gluon" (ValueError if it does not)
+
+    Returns out, or (out, lse). No host sync; safe in CUDA graphs.
+    Cost: 2 x HQ x (D + Dv) flops for each visible (token, key) pair.
+    Raises ValueError for shapes, dtypes or devices that do not fit.
+    """
+    page_size, num_kv_heads, head_dim_v, batch = check_attention(
+        q, key_cache, value_cache, table, scale, window, softcap
+    )
+    num_tokens, num_heads, head_dim = q.shape
+    check_shape("query_start_loc", query_start_loc, (batch + 1,))
+    check_dtype("query_start_loc", query_start_loc, (torch.int32,))
+    check_device("query_start_loc", query_start_loc, q.device)
+    check_slopes(alibi_slopes, num_heads, q.device)
+    if backend not in (None, "triton", "gluon"):
+        fail("backend", "None, 'triton' or 'gluon'", repr(backend))
+    out = output_like(q, head_dim_v, out)
+    lse = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device) if return_lse else None
+    if num_tokens == 0:
+        return (out, lse) if lse is not None else out
+    arguments = {
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    tensors = (q, key_cache, value_cache, table, query_start_loc)
+    if not _extend_hopper(tensors, arguments, out, lse, backend):
+        _extend_triton(tensors, arguments, out, lse)
+    return (out, lse) if lse is not None else out
+
+
+_Tensors = tuple[Tensor, Tensor, Tensor, PageTable, Tensor]
+
+
+def _extend_hopper(
+    tensors: _Tensors, arguments: dict[str, object], out: Tensor, lse: Tensor | None, backend: str | None
+) -> bool:
+    """Run the Hopper backend if it takes these arguments; False if the plain kernel has to."""
+    hopper = hopper_backend() if backend != "triton" and tensors[0].is_cuda else None
+    if hopper is None or not hopper.available(*tensors, **arguments):
+        if backend == "gluon":
+            fail("backend", "arguments and a device that the Hopper backend takes", "others")
+        return False
+    try:
+        hopper.extend(*tensors, **arguments, out=out, lse=lse)
+    except Exception as error:
+        if backend == "gluon":
+            raise
+        _drop_hopper(error)
+        return False
+    return True
+
+
+def _extend_triton(tensors: _Tensors, arguments: dict, out: Tensor, lse: Tensor | None) -> None:
+    """Launch the plain Triton kernel; everything is checked."""
+    q, key_cache, value_cache, table, query_start_loc = tensors
+    num_tokens, num_heads, head_dim = q.shape
+    page_size, num_kv_heads, head_dim_v = value_cache.shape[1:]
+    batch = table.rows.shape[0]
+    group = num_heads // num_kv_heads
+    block_d, block_dv = next_power_of_two(head_dim), next_power_of_two(head_dim_v)
+    config = extend_config(num_tokens, batch, group, max(block_d, block_dv), q.element_size())
+    tokens = config.block_m // group
+    scale, window, softcap = arguments["scale"], arguments["window"], arguments["softcap"]
+    k_number, k_tensor, k_scale_stride = scale_argument("k_scale", arguments["k_scale"], num_kv_heads, q.device)
+    v_number, v_tensor, v_scale_stride = scale_argument("v_scale", arguments["v_scale"], num_kv_heads, q.device)
+    qk_scale = (head_dim**-0.5 if scale is None else scale) * k_number
+    _extend_kernel[(num_kv_heads, num_tokens // tokens + batch + 1)](
+        q,
+        key_cache,
+        value_cache,
+        table.entries,
+        table.rows,
+        table.seq_lens,
+        query_start_loc,
+        arguments["alibi_slopes"],
+        k_tensor,
+        v_tensor,
+        out,
+        lse,
+        batch,
+        num_tokens,
+        qk_scale * LOG2E if softcap is None else qk_scale / softcap,
+        v_number,
+        0.0 if softcap is None else softcap * LOG2E,
+        window or 0,
+        k_scale_stride,
+        v_scale_stride,
+        q.stride(0),
+        q.stride(1),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        value_cache.stride(0),
+        value_cache.stride(1),
+        value_cache.stride(2),
+        table.entries.stride(0),
+        out.stride(0),
+        out.stride(1),
+        num_heads,
+        GROUP=group,
+        TOKENS=tokens,
+        BLOCK_B=next_power_of_two(batch + 1),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        D=head_dim,
+        BLOCK_D=block_d,
+        DV=head_dim_v,
+        BLOCK_DV=block_dv,
+        LOG_ENTRY=log2(table.tokens_per_entry),
+        LOG_PAGE=log2(page_size),
+        HAS_WINDOW=window is not None,
+        HAS_CAP=softcap is not None,
+        HAS_SLOPES=arguments["alibi_slopes"] is not None,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

@@ -1,0 +1,375 @@
+"""paged_extend on Hopper in Gluon: the work list, the launcher, and what this path can take.
+
+out = softmax(scale q K^T + causal mask) V over the page table, for head_dim 128 in bf16 or fp16. The device code is
+`kvarena.kernels._hopper`; the plain Triton kernel of `kvarena.kernels.extend` is its readable form and takes every
+case that `why_not` names (other cards, other Triton releases, other head sizes, window, softcap, ALiBi, scales).
+
+Pages of 8 tokens and more are read by TMA boxes, smaller ones by a gather of rows. Unowned slots may hold anything:
+keys past the end are masked, and values past the end are zeroed in shared memory before they meet a probability of
+0 (the gather repeats the last token instead).
+
+The work list is made on the device from `query_start_loc` and `seq_lens`, without waiting for it: one small kernel,
+once a step for all layers, or inside each call when no plan is given. Size of the list and grid depend on shapes
+only, so a captured CUDA graph stays right when lengths change.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from kvarena.kernels._launch import LOG2E, ceil_div, is_power_of_two, next_power_of_two, num_sms
+from kvarena.kernels.page_table import PageTable
+from torch import Tensor
+
+TRITON = (3, 6)  # the experimental API that _hopper is written for
+HEAD_DIM = 128
+TILE_ROWS = 128  # query rows a tile: tokens times the query heads of one KV head
+RECORD = 8
+MIN_BOX = 8  # tokens: a TMA box must cover whole 8-row groups of the swizzled buffer
+L2_GROUP_BYTES = 24 * 2**20  # K and V that tiles in flight share: fits the 50-60 MB L2 with room for the next group
+
+_state: dict[str, Any] = {"module": None, "reason": None, "tried": False, "launched": set()}
+
+
+@triton.jit
+def _tiles_from(extent, prefix, total, tiles, TT: tl.constexpr):
+    """How many of a sequence's tiles reach at least `extent` keys."""
+    below = (tl.maximum(extent - prefix, 0) + TT - 1) // TT - 1
+    count = tiles - tl.minimum(tl.maximum(below, 0), tl.maximum(tiles - 1, 0))
+    return tl.where((total >= extent) & (tiles > 0), count, 0)
+
+
+@triton.jit
+def _plan_kernel(
+    start_ptr,
+    rows_ptr,
+    seq_ptr,
+    tiles_ptr,
+    state_ptr,
+    batch,
+    GROUP_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    TT: tl.constexpr,
+    BATCH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RECORD: tl.constexpr,
+):
+    """Grid (candidates / BLOCK, HEADS): each program places BLOCK tiles of one KV head at their rank in the list.
+
+    Order: groups of (sequence, KV head) pairs whose K and V fit L2; inside a group most keys first; ties by pair.
+    """
+    head = tl.program_id(1)
+    o_b = tl.arange(0, BATCH)
+    m_b = o_b < batch
+    start = tl.load(start_ptr + o_b, mask=m_b, other=0)
+    new = tl.load(start_ptr + o_b + 1, mask=m_b, other=0) - start
+    total = tl.load(seq_ptr + o_b, mask=m_b, other=0)
+    size = tl.maximum(total, 1)
+    tiles = tl.where(m_b, (new + TT - 1) // TT, 0)
+    ends = tl.cumsum(tiles, 0)
+    pairs = (tl.cumsum(tl.where(m_b, size, 0), 0) - size) * HEADS  # tokens of K in all pairs before this sequence's
+    if (tl.program_id(0) == 0) & (head == 0):
+        tl.store(state_ptr, tl.sum(tiles, 0) * HEADS)
+        tl.store(state_ptr + 1, 0)
+        tl.store(state_ptr + 2, 0)
+
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_i = i < tl.sum(tiles, 0)
+    b = tl.sum((i[:, None] >= ends[None, :]).to(tl.int32), 1)  # [BLOCK]: sequence of each tile
+    b = tl.minimum(b, batch - 1)
+    mine = o_b[None, :] == b[:, None]  # [BLOCK, BATCH]
+    t = i - tl.sum(tl.where(mine, (ends - tiles)[None, :], 0), 1)
+    my_start = tl.sum(tl.where(mine, start[None, :], 0), 1)
+    my_new = tl.sum(tl.where(mine, new[None, :], 0), 1)
+    my_total = tl.sum(tl.where(mine, total[None, :], 0), 1)
+    my_pair = tl.sum(tl.where(mine, (pairs + head * size)[None, :], 0), 1)
+    extent = my_total - my_new + tl.minimum((t + 1) * TT, my_new)
+
+    group = (my_pair // GROUP_TOKENS) * GROUP_TOKENS
+    first = tl.maximum(group[:, None] - pairs[None, :], 0)
+    first = tl.minimum((first + size[None, :] - 1) // size[None, :], HEADS)  # heads in earlier groups
+    last = tl.maximum(group[:, None] + GROUP_TOKENS - pairs[None, :], 0)
+    last = tl.minimum((last + size[None, :] - 1) // size[None, :], HEADS)
+    longer = extent[:, None] + (o_b[None, :] >= b[:, None]).to(tl.int32)
+    longer = _tiles_from(longer, (total - new)[None, :], total[None, :], tiles[None, :], TT)
+    rank = first * tiles[None, :] + (last - first) * longer + tl.where(mine, head - first, 0)
+    record = tiles_ptr + tl.sum(tl.where(m_b[None, :], rank, 0), 1) * RECORD
+    tl.store(record, my_start + t * TT, mask=m_i)
+    tl.store(record + 1, tl.minimum(my_new - t * TT, TT), mask=m_i)
+    tl.store(record + 2, my_total - my_new + t * TT, mask=m_i)
+    tl.store(record + 3, my_total, mask=m_i)
+    tl.store(record + 4, tl.load(rows_ptr + b, mask=m_i, other=0), mask=m_i)
+    tl.store(record + 5, tl.zeros([BLOCK], tl.int32) + head, mask=m_i)
+
+
+@dataclass(frozen=True)
+class ExtendPlan:
+    """Work list of one step, for every layer of one model; not for two streams at once (they would share a counter).
+
+    tiles            int32 [most tiles, 8]: first query token, tokens, position, seq_len, table row, KV head
+    state            int32 [4]: tiles in the list, next tile, CTAs done
+    tokens_per_tile  128 / (HQ / HKV)
+    num_kv_heads     HKV
+    """
+
+    tiles: Tensor
+    state: Tensor
+    tokens_per_tile: int
+    num_kv_heads: int
+
+
+def plan_extend(
+    table: PageTable, query_start_loc: Tensor, num_tokens: int, num_heads: int, num_kv_heads: int
+) -> ExtendPlan:
+    """Sort the tiles of T = `num_tokens` new tokens on the device: no host sync, sizes from shapes only.
+
+    query_start_loc  int32 [B + 1]
+    Cost: one kernel, 3 to 10 us for up to 2,000 tiles; O(tiles x B) work.
+    """
+    tokens_per_tile = TILE_ROWS // (num_heads // num_kv_heads)
+    batch = table.seq_lens.shape[0]
+    most = num_tokens // tokens_per_tile + batch
+    tiles = torch.empty((most * num_kv_heads, RECORD), dtype=torch.int32, device=query_start_loc.device)
+    state = torch.empty(4, dtype=torch.int32, device=query_start_loc.device)
+    padded = next_power_of_two(batch)
+    block = max(1, min(64, 8192 // padded))
+    _plan_kernel[(ceil_div(most, block), num_kv_heads)](
+        query_start_loc,
+        table.rows,
+        table.seq_lens,
+        tiles,
+        state,
+        batch,
+        GROUP_TOKENS=L2_GROUP_BYTES // (2 * HEAD_DIM * 2),
+        HEADS=num_kv_heads,
+        TT=tokens_per_tile,
+        BATCH=padded,
+        BLOCK=block,
+        RECORD=RECORD,
+        num_warps=4,
+    )
+    return ExtendPlan(tiles, state, tokens_per_tile, num_kv_heads)
+
+
+def load_module() -> Any:
+    """The device code, or None with `unavailable_reason()` set: a Triton without this API warns once and falls back."""
+    if not _state["tried"]:
+        _state["tried"] = True
+        try:
+            version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+            if version != TRITON:
+                raise ImportError(f"written for Triton {TRITON[0]}.{TRITON[1]}, found {triton.__version__}")
+            _state["module"] = importlib.import_module("kvarena.kernels._hopper")
+        except (ImportError, AttributeError, ValueError) as error:
+            disable(f"{type(error).__name__}: {error}")
+    return _state["module"]
+
+
+def disable(reason: str) -> None:
+    """Give this path up for the process, with one warning; `paged_extend` uses plain Triton from then on."""
+    _state["module"], _state["reason"] = None, reason
+    warnings.warn(f"Gluon extend kernel not used ({reason}); plain Triton takes over", RuntimeWarning, stacklevel=3)
+
+
+def available(device: torch.device | None = None) -> bool:
+    """Whether the Gluon kernel can run on `device` (default: the current one): Hopper, and Triton 3.6."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0) and load_module() is not None
+
+
+def unavailable_reason() -> str | None:
+    """Why the device code was given up, for the provenance; None while it is usable or untried."""
+    reason: str | None = _state["reason"]
+    return reason
+
+
+def why_not(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> str | None:
+    """The first reason for which this kernel cannot take a call, or None. Reads shapes only."""
+    extras = {
+        "window": window,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    for name, value in extras.items():
+        if value is not None:
+            return f"{name} is set"
+    if q.dtype not in (torch.bfloat16, torch.float16) or key_cache.dtype != q.dtype:
+        return f"dtype {q.dtype} with a cache of {key_cache.dtype}"
+    if {q.shape[2], key_cache.shape[3], value_cache.shape[3]} != {HEAD_DIM}:
+        return f"head_dim {key_cache.shape[3]}"
+    group = q.shape[1] // key_cache.shape[2]
+    if not is_power_of_two(group) or group > TILE_ROWS // 2:
+        return f"{group} query heads a KV head"
+    if scale is not None and not scale > 0:
+        return f"scale {scale}"
+    if q.shape[0] == 0:
+        return "no tokens"
+    for name, tensor in (("q", q), ("key_cache", key_cache), ("value_cache", value_cache)):
+        if tensor.data_ptr() % 16 or any(stride % 8 for stride in tensor.stride()[:-1]):
+            return f"{name} is not aligned to 16 bytes"
+    if key_cache.shape[1] >= MIN_BOX and None in (box_view(key_cache), box_view(value_cache)):
+        return "a cache whose pages are no whole number of rows apart"
+    if not available(q.device):
+        return unavailable_reason() or "not a Hopper GPU"
+    return None
+
+
+def box_view(cache: Tensor) -> tuple[list[int], list[int], int, int] | None:
+    """[P, S, HKV, D] as rows of one stride: (shape, strides, rows a head, columns a head), or None.
+
+    Heads beside each other are columns (split, fused); heads before slots (hnd) are rows.
+    """
+    pages, page_size, heads, dim = cache.shape
+    stride_page, stride_slot, stride_head, _ = cache.stride()
+    if heads == 1:
+        stride_head = 0
+    head_rows = head_cols = 0
+    if stride_head < stride_slot:
+        head_cols = stride_head
+    elif stride_head % stride_slot == 0:
+        head_rows = stride_head // stride_slot
+    else:
+        return None
+    if stride_page % stride_slot:
+        return None
+    rows = (pages - 1) * (stride_page // stride_slot) + (heads - 1) * head_rows + page_size
+    return [rows, (heads - 1) * head_cols + dim], [stride_slot, 1], head_rows, head_cols
+
+
+def extend_options(page_size: int) -> dict[str, Any]:
+    """Compile-time choices by page size, from extend runs on one H200 (results/h200).
+
+    The order barrier makes the consumers take turns at the tensor cores: it pays where boxes are small (8 and 16
+    tokens), and costs up to 7 % elsewhere. The registers are what both partitions need without spilling.
+    """
+    if page_size < MIN_BOX:
+        return {"IS_GATHER": True, "ORDER": False, "PRODUCER_WARPS": 4, "CONSUMER_REGS": 216, "PRODUCER_REGS": 72}
+    order = page_size <= 16
+    return {"IS_GATHER": False, "ORDER": order, "PRODUCER_WARPS": 1, "CONSUMER_REGS": 240, "PRODUCER_REGS": 24}
+
+
+def _descriptors(module: Any, q: Tensor, key_cache: Tensor, value_cache: Tensor, group: int, boxes: bool) -> list[Any]:
+    """TMA descriptors of q, K and V (None for K and V when rows are gathered), and the head steps of K and V."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    gl = module.gl
+    flat = gl.NVMMASharedLayout(128, 16, rank=2)
+    query = gl.NVMMASharedLayout(128, 16, rank=3)
+    q_box = [TILE_ROWS // 2 // group, group, HEAD_DIM]
+    q_desc = TensorDescriptor(q, list(q.shape), list(q.stride()), q_box, query)
+    if not boxes:
+        return [q_desc, None, None, 0, 0, 0, 0]
+    box = [min(key_cache.shape[1], 128), HEAD_DIM]
+    k_view, v_view = box_view(key_cache), box_view(value_cache)
+    if k_view is None or v_view is None:
+        raise ValueError(f"key_cache: expected pages of whole rows, found strides {key_cache.stride()}")
+    k_desc = TensorDescriptor(key_cache, k_view[0], k_view[1], box, flat)
+    v_desc = TensorDescriptor(value_cache, v_view[0], v_view[1], box, flat)
+    return [q_desc, k_desc, v_desc, *k_view[2:], *v_view[2:]]
+
+
+def launch(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    table: PageTable,
+    plan: ExtendPlan,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None,
+    **options: Any,
+) -> None:
+    """Run the kernel on checked tensors; `out` [T, HQ, 128] and `lse` [T, HQ] contiguous. `options` for experiments."""
+    module = load_module()
+    page_size, num_kv_heads = key_cache.shape[1:3]
+    group = q.shape[1] // num_kv_heads
+    chosen = {**extend_options(page_size), **options}
+    boxes = not chosen["IS_GATHER"]
+    q_desc, k_desc, v_desc, *steps = _descriptors(module, q, key_cache, value_cache, group, boxes)
+    module.extend_kernel[(min(num_sms(q.device), plan.tiles.shape[0]),)](
+        q_desc,
+        k_desc,
+        v_desc,
+        None if boxes else key_cache,
+        None if boxes else value_cache,
+        out,
+        lse,
+        table.entries,
+        plan.tiles,
+        plan.state,
+        scale * LOG2E,
+        table.entries.stride(0),
+        *steps,
+        GROUP=group,
+        HEADS=q.shape[1],
+        PAGE=page_size,
+        TPE=table.tokens_per_entry,
+        K_STRIDES=key_cache.stride()[:3],
+        V_STRIDES=value_cache.stride()[:3],
+        BOX=min(page_size, 128),
+        LSE=lse is not None,
+        num_warps=4,
+        **chosen,
+    )
+
+
+def paged_extend_gluon(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    table: PageTable,
+    query_start_loc: Tensor,
+    *,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    plan: ExtendPlan | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | None:
+    """paged_extend by the Gluon kernel, or None when its first compilation fails (then it is given up, with a warning).
+
+    Arguments as `kvarena.kernels.extend.paged_extend`, already checked, with `why_not` None;
+    plan  from `plan_extend` for these lengths; made here when left out (one more launch).
+    """
+    num_heads, num_kv_heads = q.shape[1], key_cache.shape[2]
+    if plan is None:
+        plan = plan_extend(table, query_start_loc, q.shape[0], num_heads, num_kv_heads)
+    elif plan.num_kv_heads != num_kv_heads or plan.tokens_per_tile * num_heads != TILE_ROWS * num_kv_heads:
+        raise ValueError(f"plan: expected one for {num_heads} query and {num_kv_heads} KV heads, found {plan}")
+    target = (
+        out if out is not None and out.is_contiguous() else torch.empty_like(q, memory_format=torch.contiguous_format)
+    )
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+    scale = HEAD_DIM**-0.5 if scale is None else scale
+    key = (q.dtype, q.shape[1], key_cache.shape[1:3], key_cache.stride(), table.tokens_per_entry, return_lse)
+    try:
+        launch(q, key_cache, value_cache, table, plan, scale, target, lse)
+    except Exception as error:
+        if key in _state["launched"]:
+            raise
+        disable(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}")
+        return None
+    _state["launched"].add(key)
+    if out is not None and target is not out:
+        out.copy_(target)
+        target = out
+    return (target, lse) if lse is not None else target
