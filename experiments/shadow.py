@@ -1,0 +1,175 @@
+"""A shadow pool: what each slot of an allocator's pool holds, and the laws that live sequences must find kept.
+
+The shadow knows nothing of the design: a slot gets the content of the position that is written to it, content being
+the namespace, all tokens up to there and the images among them. Each live sequence must find its own content in all
+slots of its committed tokens. So a page with two owners, a hit on wrong or unwritten pages, an eviction under a live
+row, a forgotten move and a row that kept freed pages all show as wrong content.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvarena.allocators.interface import PADDING_PAGE, Capacity, KVAllocator, PageMove, Sequence
+
+
+class Violation(Exception):
+    """A law that the allocator broke: the message names the law, the sequence and what was found."""
+
+
+@dataclass
+class Actor:
+    """A sequence and the content of each of its known positions."""
+
+    seq: Sequence
+    content: list[int] = field(default_factory=list)
+
+
+class Contents:
+    """Numbers for contents: two positions have the same one exactly if their KV must be the same."""
+
+    def __init__(self) -> None:
+        self._ids: dict[Any, int] = {}
+
+    def note(self, actor: Actor) -> None:
+        """Number the positions of a sequence that have none yet."""
+        seq = actor.seq
+        for position in range(len(actor.content), seq.num_tokens):
+            before = actor.content[-1] if position else ("start", seq.namespace)
+            images = tuple(item for item in seq.extra_keys if item[0] <= position)
+            key = (before, seq.token_ids[position], images)
+            actor.content.append(self._ids.setdefault(key, len(self._ids)))
+
+
+@dataclass(frozen=True)
+class State:
+    """What a refusal must leave as it was."""
+
+    capacity: Capacity
+    rows: dict[str, array[int]]
+
+
+class ShadowPool:
+    """Contents by slot for one allocator. `live` is the caller's table of live sequences, by request id."""
+
+    def __init__(self, allocator: KVAllocator, live: Mapping[str, Actor]) -> None:
+        self.allocator = allocator
+        self.live = live
+        self._slots: dict[int, int] = {}
+        self._window = getattr(getattr(allocator, "design", None), "sliding_window", None)
+
+    def slots_of(self, actor: Actor, n: int) -> list[int]:
+        """Slots of the next n positions of a sequence."""
+        start, size = actor.seq.num_computed_tokens, self.allocator.page_size
+        pages = self.allocator.page_ids(actor.seq)
+        return [pages[p // size] * size + p % size for p in range(start, start + n)]
+
+    def write(self, actor: Actor, slots: list[int]) -> None:
+        """The KV of the next positions of a sequence is written to these slots."""
+        start = actor.seq.num_computed_tokens
+        self._slots.update(zip(slots, actor.content[start : start + len(slots)], strict=True))
+
+    def move(self, moves: Iterable[PageMove]) -> None:
+        """Copy pages, all sources read before any target is written."""
+        size, copied = self.allocator.page_size, {}
+        for move in moves:
+            for offset in range(size):
+                copied[move.dst * size + offset] = self._slots.get(move.src * size + offset)
+        self._slots.update({slot: content for slot, content in copied.items() if content is not None})
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Pages were freed or evicted: a hit on them from now on finds nothing."""
+        size = self.allocator.page_size
+        for page in pages:
+            for slot in range(page * size, page * size + size):
+                self._slots.pop(slot, None)
+
+    def clear(self) -> None:
+        """Forget all pages."""
+        self._slots.clear()
+
+    def verify(self) -> None:
+        """Conservation, owners, contents; then the allocator's own `check`. Raises Violation."""
+        capacity = self.allocator.capacity()
+        check_conservation(capacity, self.allocator.num_pages)
+        rows = {name: self.allocator.page_ids(actor.seq) for name, actor in self.live.items()}
+        owners: dict[int, list[tuple[str, int]]] = {}
+        for name, pages in rows.items():
+            self._verify_row(self.live[name], pages)
+            for column, page in enumerate(pages):
+                if page != PADDING_PAGE:
+                    owners.setdefault(page, []).append((name, column))
+        if capacity.in_use < len(owners):
+            raise Violation(f"conservation: {len(owners)} pages are in live rows, {capacity.in_use} counted in use")
+        for page, holders in owners.items():
+            self._verify_sharing(page, holders)
+        self.allocator.check()
+
+    def _verify_row(self, actor: Actor, pages: array[int]) -> None:
+        seq, size = actor.seq, self.allocator.page_size
+        if bad := [p for p in pages if not 0 <= p <= self.allocator.num_pages]:
+            raise Violation(f"page ids: request {seq.request_id} names {bad}, expected 1..{self.allocator.num_pages}")
+        if len(pages) * size < seq.num_computed_tokens:
+            raise Violation(f"row: {len(pages)} pages of {size} for {seq.num_computed_tokens} computed tokens")
+        for position in range(seq.num_computed_tokens):
+            page = pages[position // size]
+            if page == PADDING_PAGE:
+                self._verify_left_behind(seq, position)
+            elif self._slots.get(page * size + position % size) != actor.content[position]:
+                raise Violation(
+                    f"content: request {seq.request_id}, position {position}: page {page} does not hold its KV "
+                    "(never written, freed meanwhile, or another sequence's)"
+                )
+
+    def _verify_left_behind(self, seq: Sequence, position: int) -> None:
+        if self._window is None:
+            raise Violation(f"page ids: request {seq.request_id} owns the padding page at position {position}")
+        if position > seq.num_computed_tokens - self._window:
+            raise Violation(f"window: request {seq.request_id} still sees position {position}, its page is gone")
+
+    def _verify_sharing(self, page: int, holders: list[tuple[str, int]]) -> None:
+        size = self.allocator.page_size
+        if len({name for name, _ in holders}) < len(holders):
+            raise Violation(f"owners: page {page} is twice in the row of {holders[0][0]}")
+        contents = {tuple(self.live[name].content[col * size : (col + 1) * size]) for name, col in holders}
+        if len(holders) > 1 and (len(contents) > 1 or len(next(iter(contents))) < size):
+            raise Violation(
+                f"owners: page {page} belongs to {[name for name, _ in holders]}, whose tokens differ there"
+            )
+
+    def state(self) -> State:
+        """What a refusal must leave as it is."""
+        rows = {name: self.allocator.page_ids(actor.seq) for name, actor in self.live.items()}
+        return State(self.allocator.capacity(), rows)
+
+    def expect_unchanged(self, before: State, what: str) -> None:
+        """No page changed owner since `before`."""
+        self.expect_same_rows(before, what)
+        after = self.allocator.capacity()
+        if (after.free, after.evictable, after.in_use) != (
+            before.capacity.free,
+            before.capacity.evictable,
+            before.capacity.in_use,
+        ):
+            raise Violation(f"{what}: changed {before.capacity} to {after}; no page may change owner")
+
+    def expect_same_rows(self, before: State, what: str) -> None:
+        """No row changed since `before`; pages that a window left behind may have gone."""
+        for name, pages in before.rows.items():
+            now = self.allocator.page_ids(self.live[name].seq)
+            kept = len(now) == len(pages) and all(b in (a, PADDING_PAGE) for a, b in zip(pages, now, strict=True))
+            if not kept or (now != pages and self._window is None):
+                raise Violation(f"{what}: the row of {name} changed from {list(pages)} to {list(now)}")
+
+
+def check_conservation(capacity: Capacity, num_pages: int) -> None:
+    """free + evictable + in use = num_pages, none negative. Raises Violation."""
+    parts = (capacity.free, capacity.evictable, capacity.in_use)
+    if min(parts) < 0 or sum(parts) != num_pages or capacity.shared > capacity.in_use:
+        raise Violation(
+            f"conservation: {capacity.free} free + {capacity.evictable} evictable + {capacity.in_use} in use "
+            f"({capacity.shared} shared), expected {num_pages} pages in all"
+        )
