@@ -76,7 +76,7 @@ def _text_problems(allocator: BlockAllocator, row: Row) -> Iterable[str]:
         yield f"request {row.seq.request_id!r}: its tokens are not those that were hashed"
     dense = allocator.design.sliding_window is None
     for position, page in enumerate(row.pages):
-        if not page:
+        if not 1 <= page <= allocator.num_pages:
             continue
         expected = chain.keys[position] if position < row.published else None
         if keys[page] != expected and (dense or keys[page] is not None):
