@@ -39,12 +39,16 @@ class Options:
 
 @dataclass(slots=True)
 class RawRequest:
-    """A row as its format reads it: time in the format's unit, ids still names, order that of the file."""
+    """A row as its format reads it: ids still names, order that of the file.
+
+    time   in the format's unit, or in ticks a second of its own (`ticks_per_second`)
+    """
 
     where: str
     num_prompt_tokens: int
     num_output_tokens: int
     time: int | float | None = None
+    ticks_per_second: int | None = None
     grain: int = 1
     request_id: str | None = None
     token_ids: NDArray[np.int32] | None = None

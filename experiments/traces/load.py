@@ -99,6 +99,7 @@ class Scan:
     """What the first pass found."""
 
     grain: int = 1
+    ticks: int = 1
     num_requests: int = 0
     base: int | float = 0
     timed: bool = True
@@ -144,7 +145,6 @@ class Pipeline:
         self.rows = rows
         self.format = fmt
         self.options = options
-        self.ticks = fmt.ticks_per_second
         self.speed = speed
         self.limit = limit
 
@@ -158,21 +158,23 @@ class Pipeline:
         for raw in self._raw(scan.dropped):
             if finish is None:
                 first, scan.timed, scan.grain = raw.time or 0, raw.time is not None, raw.grain
-                finish = _Finish(self, first, scan.grain)
+                scan.ticks = raw.ticks_per_second or self.format.ticks_per_second
+                finish = _Finish(scan, first, self.speed)
             self._check(raw, scan, ids, len(times))
             # Differences, not times: a nanosecond epoch does not fit a double.
             times.append((raw.time or 0) - first)
-            scan.measure.feed(finish(raw, len(times) - 1), times[-1] / self.ticks / self.speed if scan.timed else None)
+            request = finish(raw, len(times) - 1)
+            scan.measure.feed(request, request.arrival_s if scan.timed else None)
         if not times:
             raise ValueError(f"{where}: expected at least one request, found none{_reasons(scan.dropped)}")
         scan.num_requests = len(times)
         scan.base = first
-        self._order(scan, np.frombuffer(times), first)
+        self._order(scan, np.frombuffer(times))
         return scan
 
     def read(self, scan: Scan) -> Iterator[Request]:
         """Requests in arrival order."""
-        finish = _Finish(self, scan.base, scan.grain)
+        finish = _Finish(scan, scan.base, self.speed)
         for position, raw in self._in_order(scan.ranks):
             yield finish(raw, position)
 
@@ -201,6 +203,8 @@ class Pipeline:
             raise ValueError(
                 f"{raw.where}: field 'block_size': expected {scan.grain} tokens an id on every row, found {raw.grain}"
             )
+        if (raw.ticks_per_second or self.format.ticks_per_second) != scan.ticks and raw.time is not None:
+            raise ValueError(f"{raw.where}: arrival time: expected one unit on all rows, found another here")
         if (raw.time is not None) != scan.timed:
             found = "none" if raw.time is None else "one"
             raise ValueError(f"{raw.where}: arrival time: expected on every row or on none, found {found} here")
@@ -209,7 +213,7 @@ class Pipeline:
             raise ValueError(f"{raw.where}: field 'request_id': expected one row for each, found {name!r} twice")
         ids.add(name)
 
-    def _order(self, scan: Scan, times: NDArray[np.float64], first: int | float) -> None:
+    def _order(self, scan: Scan, times: NDArray[np.float64]) -> None:
         scan.out_of_order = int((times < np.maximum.accumulate(times)).sum())
         if not scan.out_of_order:
             return
@@ -225,11 +229,11 @@ class Pipeline:
 class _Finish:
     """Raw requests in arrival order to requests: dense ids, seconds from the first arrival."""
 
-    def __init__(self, pipeline: Pipeline, base: int | float, grain: int) -> None:
-        self._scale = pipeline.ticks
-        self._speed = pipeline.speed
+    def __init__(self, scan: Scan, base: int | float, speed: float) -> None:
+        self._ticks = scan.ticks
+        self._speed = speed
         self._base = base
-        self._dense = DenseIds(grain)
+        self._dense = DenseIds(scan.grain)
 
     def __call__(self, raw: RawRequest, position: int) -> Request:
         hash_ids = None if raw.names is None else self._dense.map(raw.names, raw.where)
@@ -238,7 +242,7 @@ class _Finish:
             output_ids = self._dense.map(raw.output_names, raw.where)
         return Request(
             request_id=raw.request_id if raw.request_id is not None else f"r{position}",
-            arrival_s=0.0 if raw.time is None else (raw.time - self._base) / self._scale / self._speed,
+            arrival_s=0.0 if raw.time is None else (raw.time - self._base) / self._ticks / self._speed,
             num_prompt_tokens=raw.num_prompt_tokens,
             num_output_tokens=raw.num_output_tokens,
             grain=raw.grain,

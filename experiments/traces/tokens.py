@@ -37,19 +37,21 @@ _KNOWN = (
 
 
 def parse(rows: Iterator[Row], options: Options) -> Iterator[RawRequest | Dropped]:
-    """Rows to raw requests; times in nanoseconds."""
+    """Rows to raw requests."""
     for row in rows:
         yield _servingsim(row) if "input_tok_ids" in row.fields else _plain(row)
 
 
 def _plain(row: Row) -> RawRequest:
     prompt = _prompt(row, "token_ids")
+    time, ticks = arrival(row)
     output = row.tokens("output_ids") if row.has("output_ids") else None
     return RawRequest(
         where=row.where,
         num_prompt_tokens=len(prompt),
         num_output_tokens=_stated(row, "output_length", output),
-        time=arrival_ns(row),
+        time=time,
+        ticks_per_second=ticks,
         request_id=row.string("request_id"),
         token_ids=prompt,
         output_ids=output,
@@ -61,6 +63,7 @@ def _plain(row: Row) -> RawRequest:
 
 def _servingsim(row: Row) -> RawRequest:
     prompt = _prompt(row, "input_tok_ids")
+    time, ticks = arrival(row)
     output = row.tokens("output_tok_ids") if row.has("output_tok_ids") else None
     if row.has("input_toks") and row.count("input_toks") != len(prompt):
         row.fail("input_toks", f"{len(prompt)}, the length of input_tok_ids", row.fields["input_toks"])
@@ -68,7 +71,8 @@ def _servingsim(row: Row) -> RawRequest:
         where=row.where,
         num_prompt_tokens=len(prompt),
         num_output_tokens=_stated(row, "output_toks", output),
-        time=arrival_ns(row),
+        time=time,
+        ticks_per_second=ticks,
         request_id=row.string("request_id"),
         token_ids=prompt,
         output_ids=output,
@@ -94,15 +98,15 @@ def _stated(row: Row, field: str, output: NDArray[np.int32] | None) -> int:
     return stated
 
 
-def arrival_ns(row: Row) -> int | float | None:
-    """Arrival in nanoseconds from arrival_time_ns or arrival_s, or None. Raises ValueError for a time without unit."""
+def arrival(row: Row) -> tuple[int | float | None, int]:
+    """(arrival or None, its ticks a second) from arrival_time_ns or arrival_s. Raises for a time without unit."""
     if row.has("arrival_time_ns"):
-        return row.time("arrival_time_ns")
+        return row.time("arrival_time_ns"), NANOSECONDS
     if row.has("arrival_s"):
-        return row.time("arrival_s") * NANOSECONDS
+        return row.time("arrival_s"), 1
     if row.has("timestamp"):
         row.fail("timestamp", "a field with a unit here (arrival_s or arrival_time_ns)", row.fields["timestamp"])
-    return None
+    return None, 1
 
 
 def _matches(fields: Mapping[str, Any]) -> bool:
@@ -115,7 +119,7 @@ FORMAT = Format(
     kind="jsonl",
     fields="JSONL: token_ids [, output_ids, arrival_s ...] | input_tok_ids, output_tok_ids, arrival_time_ns",
     grain=1,
-    ticks_per_second=NANOSECONDS,
+    ticks_per_second=1,
     matches=_matches,
     parse=parse,
 )

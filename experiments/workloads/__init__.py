@@ -12,7 +12,7 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from kvarena.experiments.traces.base import Request, Trace, Visible
+from kvarena.experiments.traces.base import Request, Trace
 
 NAMES: dict[str, str] = {
     "chat": "kvarena.experiments.workloads.chat",
@@ -37,6 +37,12 @@ def defaults(name: str) -> dict[str, Any]:
     return {entry.name: entry.default for entry in fields(_module(name).Shape)}
 
 
+def about(name: str) -> str:
+    """One line on the workload: the first sentence of its module."""
+    text = (_module(name).__doc__ or "").strip().split("\n\n")[0]
+    return " ".join(text.split()).split(": ", 1)[-1]
+
+
 def _module(name: str) -> Any:
     if name not in NAMES:
         raise ValueError(f"unknown workload {name!r}: expected one of {', '.join(NAMES)}")
@@ -55,11 +61,16 @@ def _adjusted(trace: Trace, speed: float, limit: int | None) -> Trace:
     return replace(trace, read=read, num_requests=count, source={**trace.source, "speed": speed, "limit": limit})
 
 
-def trace_of(name: str, requests: list[Request], visible: Visible, parameters: dict[str, Any]) -> Trace:
-    """A Trace over requests that are held (their token ids are views of one buffer a session)."""
+def trace_of(name: str, requests: list[Request], parameters: dict[str, Any]) -> Trace:
+    """A Trace over requests that are held in arrival order; what it can show is measured, not stated."""
+    from kvarena.experiments.traces.visible import VisibleMeasure
+
+    measure = VisibleMeasure()
+    for request in requests:
+        measure.feed(request, request.arrival_s)
     return Trace(
         name=name,
-        visible=visible,
+        visible=measure.visible(requests[0].grain),
         read=lambda: iter(requests),
         num_requests=len(requests),
         source={"workload": name, **parameters},

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
-from kvarena.experiments.traces.base import Request, Trace, Visible
+from kvarena.experiments.traces.base import Request, Trace
 from kvarena.experiments.workloads import trace_of
 from kvarena.experiments.workloads.draws import (
     check_count,
@@ -94,8 +94,7 @@ def make(seed: int = 0, shape: Shape | None = None) -> Trace:
     check_count("seed", seed, minimum=0)
     shape.check()
     rng = np.random.default_rng([seed, 0xC4A7])
-    visible = Visible(grain=1, publish_time=True, outputs="recorded", sessions=True)
-    return trace_of("chat", _requests(rng, shape), visible, {"seed": seed, **asdict(shape)})
+    return trace_of("chat", _requests(rng, shape), {"seed": seed, **asdict(shape)})
 
 
 def _requests(rng: np.random.Generator, shape: Shape) -> list[Request]:
