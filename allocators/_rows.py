@@ -87,6 +87,13 @@ class PageRows:
         if stop > start:
             self._note(row, start, self.source.page_ids(seq)[start:stop])
 
+    def refresh(self, seq: Sequence) -> None:
+        """Read the sequence's whole row again. O(pages)."""
+        row, pages = self.index(seq), self.source.page_ids(seq)
+        self._check_width(seq, len(pages))
+        self._counts[row] = len(pages)
+        self._note(row, 0, pages)
+
     def remove(self, seq: Sequence) -> None:
         """Drop the row of a sequence whose pages were released."""
         row = self.index(seq)

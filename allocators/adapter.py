@@ -140,6 +140,13 @@ class _TableAdapter:
         for change in changes:
             self.host.update(change)
 
+    def refresh(self, seq: Sequence) -> None:
+        """Read a sequence's whole row again: for changes that no `Reservation` or `Commit` told.
+
+        A refused `reserve` under a sliding window is one (pages left behind go all the same), a swap in another.
+        """
+        self.host.refresh(seq)
+
     def remove(self, seq: Sequence) -> None:
         """Drop the row of a sequence whose pages were released; nothing of it outlives a preemption."""
         self.host.remove(seq)

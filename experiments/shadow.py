@@ -59,7 +59,7 @@ class ShadowPool:
         self.allocator = allocator
         self.live = live
         self._slots: dict[int, int] = {}
-        self._window = getattr(getattr(allocator, "design", None), "sliding_window", None)
+        self.window = getattr(getattr(allocator, "design", None), "sliding_window", None)
 
     def slots_of(self, actor: Actor, n: int) -> list[int]:
         """Slots of the next n positions of a sequence."""
@@ -125,9 +125,9 @@ class ShadowPool:
                 )
 
     def _verify_left_behind(self, seq: Sequence, position: int) -> None:
-        if self._window is None:
+        if self.window is None:
             raise Violation(f"page ids: request {seq.request_id} owns the padding page at position {position}")
-        if position > seq.num_computed_tokens - self._window:
+        if position > seq.num_computed_tokens - self.window:
             raise Violation(f"window: request {seq.request_id} still sees position {position}, its page is gone")
 
     def _verify_sharing(self, page: int, holders: list[tuple[str, int]]) -> None:
@@ -156,12 +156,19 @@ class ShadowPool:
         ):
             raise Violation(f"{what}: changed {before.capacity} to {after}; no page may change owner")
 
+    def expect_nothing_taken(self, before: State, what: str) -> None:
+        """A refused reserve: no row changed, no page more is in use; pages that left a window may have gone."""
+        self.expect_same_rows(before, what)
+        in_use = self.allocator.capacity().in_use
+        if in_use > before.capacity.in_use:
+            raise Violation(f"{what}: {in_use} pages in use, {before.capacity.in_use} before; all or nothing")
+
     def expect_same_rows(self, before: State, what: str) -> None:
         """No row changed since `before`; pages that a window left behind may have gone."""
         for name, pages in before.rows.items():
             now = self.allocator.page_ids(self.live[name].seq)
             kept = len(now) == len(pages) and all(b in (a, PADDING_PAGE) for a, b in zip(pages, now, strict=True))
-            if not kept or (now != pages and self._window is None):
+            if not kept or (now != pages and self.window is None):
                 raise Violation(f"{what}: the row of {name} changed from {list(pages)} to {list(now)}")
 
 
