@@ -1,0 +1,103 @@
+"""Eviction orders and the queue behind them."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from kvarena.prefix.eviction import ORDERS, LeafQueue, order
+
+
+@dataclass(eq=False)
+class Leaf:
+    serial: int
+    last_access: int
+    created: int = 0
+    hits: int = 0
+    priority: int = 0
+    queued: Any = None
+    is_candidate: bool = True
+
+
+# name -> serials in the order in which they go
+EXPECTED = {
+    "lru": [2, 0, 3, 1],
+    "mru": [1, 3, 0, 2],
+    "fifo": [0, 1, 2, 3],
+    "filo": [3, 2, 1, 0],
+    "lfu": [3, 1, 2, 0],
+    "slru": [3, 1, 2, 0],
+    "priority": [2, 1, 0, 3],
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_order_is_the_one_its_name_says(name: str) -> None:
+    queue: LeafQueue[Leaf] = LeafQueue(order(name))
+    for leaf in (
+        Leaf(0, last_access=20, created=1, hits=3, priority=5),
+        Leaf(1, last_access=40, created=2, hits=1, priority=0),
+        Leaf(2, last_access=10, created=3, hits=2, priority=0),
+        Leaf(3, last_access=30, created=4, hits=0, priority=7),
+    ):
+        queue.offer(leaf)
+    gone = []
+    while (leaf := queue.pop()) is not None:
+        gone.append(leaf.serial)
+    assert gone == EXPECTED[name]
+
+
+def test_slru_protects_from_the_second_hit_on() -> None:
+    queue: LeafQueue[Leaf] = LeafQueue(order("slru"))
+    for leaf in (Leaf(0, 1, hits=2), Leaf(1, 2, hits=1), Leaf(2, 3, hits=9), Leaf(3, 4, hits=0)):
+        queue.offer(leaf)
+    gone = [queue.pop() for _ in range(4)]
+    assert [leaf.serial for leaf in gone if leaf is not None] == [1, 3, 0, 2]
+
+
+def test_an_unknown_order_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"expected one of lru, lfu, .*found 'clock'"):
+        order("clock")
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_pops_what_a_search_of_all_candidates_finds(name: str) -> None:
+    """Touches, hits, locks and unlocks between the pops; a candidate is offered again when it was touched."""
+    rng = random.Random(name)
+    chosen = order(name)
+    queue: LeafQueue[Leaf] = LeafQueue(chosen)
+    leaves: list[Leaf] = []
+    for clock in range(1, 4000):
+        verb = rng.random()
+        if verb < 0.3 or not leaves:
+            leaves.append(Leaf(clock, clock, clock, 0, rng.randint(0, 3)))
+            queue.offer(leaves[-1])
+        elif verb < 0.6:
+            leaf = rng.choice(leaves)
+            leaf.last_access, leaf.hits = clock, leaf.hits + rng.randint(0, 1)
+            if leaf.is_candidate and not chosen.only_grows:
+                queue.offer(leaf)
+        elif verb < 0.8:
+            leaf = rng.choice(leaves)
+            leaf.is_candidate = not leaf.is_candidate
+            if leaf.is_candidate:
+                queue.offer(leaf)
+        else:
+            candidates = [leaf for leaf in leaves if leaf.is_candidate]
+            popped = queue.pop()
+            assert popped is (min(candidates, key=chosen.key) if candidates else None)
+            if popped is not None:
+                popped.is_candidate = False
+                leaves.remove(popped)
+    assert len(queue) < 4000
+
+
+def test_a_touch_costs_the_queue_nothing() -> None:
+    queue: LeafQueue[Leaf] = LeafQueue(order("lru"))
+    leaves = [Leaf(number, number) for number in range(100)]
+    for leaf in leaves:
+        queue.offer(leaf)
+    for clock in range(100, 10_000):
+        leaves[clock % 100].last_access = clock
+        queue.offer(leaves[clock % 100])
+    assert len(queue) == 100
