@@ -1,0 +1,155 @@
+"""What an infinite cache would have served: the ceiling of every prefix cache, at each design's own grain.
+
+A tree that never forgets tells, for each request, how many of its first tokens any earlier request began with.
+Page rounding and the last-token rule turn that one number into the ceiling of each design.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from kvarena.experiments.traces.base import Request
+    from numpy.typing import NDArray
+
+
+class _Node:
+    """One edge and what follows it: `ids` are the bytes of int32 ids, `first_user` the request that brought them."""
+
+    __slots__ = ("children", "first_user", "ids")
+
+    def __init__(self, ids: bytes, first_user: int) -> None:
+        self.ids = ids
+        self.first_user = first_user
+        self.children: dict[bytes, _Node] = {}
+
+
+class PrefixTree:
+    """All sequences so far, each prefix once.
+
+    >>> import numpy as np
+    >>> tree = PrefixTree()
+    >>> tree.add(np.array([1, 2, 3], "int32"), 0)
+    (0, -1)
+    >>> tree.add(np.array([1, 2, 9], "int32"), 1)
+    (2, 0)
+    >>> tree.num_ids
+    4
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[Any, _Node] = {}
+        self.num_ids = 0
+
+    def add(self, ids: NDArray[np.int32], user: int, namespace: Any = None) -> tuple[int, int]:
+        """Insert int32 ids [n]; returns how many of the first ids were known, and who brought the last of these
+        (-1: nobody). Costs O(n) bytes compared."""
+        node = self._roots.setdefault(namespace, _Node(b"", -1))
+        data, at, source = ids.tobytes(), 0, -1
+        while at < len(data):
+            child = node.children.get(data[at : at + 4])
+            if child is None:
+                break
+            shared = _common(child.ids, data, at)
+            at += shared
+            source = child.first_user
+            if shared < len(child.ids):
+                node = _split(node, child, shared)
+                break
+            node = child
+        if at < len(data):
+            node.children[data[at : at + 4]] = _Node(data[at:], user)
+            self.num_ids += (len(data) - at) // 4
+        return at // 4, source
+
+
+def _common(edge: bytes, data: bytes, at: int) -> int:
+    """Bytes, in whole ids, that `edge` and `data[at:]` share."""
+    if data.startswith(edge, at):
+        return len(edge)
+    import numpy as np
+
+    length = min(len(edge), len(data) - at)
+    left = np.frombuffer(edge, "<i4", length // 4)
+    differs = np.flatnonzero(left != np.frombuffer(data, "<i4", length // 4, at))
+    return 4 * int(differs[0]) if differs.size else length
+
+
+def _split(parent: _Node, child: _Node, at: int) -> _Node:
+    """Cut the edge of `child` after `at` bytes; the upper part takes its place under `parent`."""
+    upper = _Node(child.ids[:at], child.first_user)
+    upper.children[child.ids[at : at + 4]] = child
+    parent.children[upper.ids[:4]] = upper
+    child.ids = child.ids[at:]
+    return upper
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Reuse in a list of requests, whoever serves it.
+
+    prefix_tokens    per request: tokens of the longest prefix that an earlier request had
+    source           per request: index of the request that brought the last of these tokens, -1 for none
+    distinct_tokens  tokens of all distinct prefixes together: the working set
+    """
+
+    prefix_tokens: list[int]
+    source: list[int]
+    distinct_tokens: int
+
+
+def measure_reuse(requests: Sequence[Request], *, replies: bool = False) -> Reuse:
+    """Walk the requests in order through a tree that never forgets.
+
+    replies: what is published includes each reply but its last token, whose KV is never written.
+    A trace of hash ids is walked id by id (`grain` tokens each): its last, partial id is matched only by an equal
+    prompt end, so the count is exact.
+    """
+    tree = PrefixTree()
+    prefix, source = [], []
+    grain = 1
+    for index, request in enumerate(requests):
+        ids, grain = _ids(request)
+        known, brought_by = tree.add(ids, index, request.namespace)
+        prefix.append(min(known * grain, request.num_prompt_tokens))
+        source.append(brought_by)
+        if replies and request.output_ids is not None and len(request.output_ids) > 1:
+            tree.add(_joined(ids, request.output_ids[:-1]), index, request.namespace)
+    return Reuse(prefix, source, tree.num_ids * grain)
+
+
+def _ids(request: Request) -> tuple[Any, int]:
+    import numpy as np
+
+    if request.token_ids is not None:
+        return np.ascontiguousarray(request.token_ids, np.int32), 1
+    if request.hash_ids is None:
+        raise ValueError(f"request {request.request_id}: the trace has lengths only, no ids to replay")
+    return np.ascontiguousarray(request.hash_ids, np.int32), request.grain
+
+
+def _joined(prompt: Any, reply: Any) -> Any:
+    import numpy as np
+
+    return np.concatenate([prompt, np.asarray(reply, np.int32)])
+
+
+def ceiling_tokens(prefix: int, num_prompt_tokens: int, page_size: int, last_token_rule: bool) -> int:
+    """The most tokens a request can find cached: whole pages of the known prefix, never the last token.
+
+    >>> ceiling_tokens(1003, 2000, 16, True), ceiling_tokens(32, 32, 16, True), ceiling_tokens(32, 32, 1, True)
+    (992, 16, 31)
+    """
+    limit = num_prompt_tokens - 1 if last_token_rule else num_prompt_tokens
+    return min(prefix, limit) // page_size * page_size
+
+
+def ceilings(reuse: Reuse, lengths: Iterable[int], page_size: int, last_token_rule: bool) -> list[int]:
+    """`ceiling_tokens` of every request."""
+    return [
+        ceiling_tokens(prefix, length, page_size, last_token_rule)
+        for prefix, length in zip(reuse.prefix_tokens, lengths, strict=True)
+    ]

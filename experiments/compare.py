@@ -1,0 +1,228 @@
+"""The main job: the same requests through several allocators, at equal bytes, and everything measured.
+
+A cell is one seed, one pool size and one allocator. Cells run one after the other, each on a fresh allocator, so the
+memory of a run is that of its largest cell.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+from kvarena.experiments import metrics
+from kvarena.experiments.ceilings import ceilings
+from kvarena.experiments.config import SECTION_OF, Config, config_from_keywords, load_config
+from kvarena.experiments.loading import Workload, load_workloads
+from kvarena.experiments.pools import Cell, plan
+from kvarena.experiments.progress import ProgressBar
+from kvarena.experiments.provenance import provenance
+from kvarena.experiments.replay import Lane, Replay
+from kvarena.experiments.results import Result, refuse_foreign
+from kvarena.experiments.samples import Samples
+from kvarena.experiments.specs import AllocatorEntry, allocator_entry
+
+
+@dataclass
+class _Rows:
+    """What the cells add up to."""
+
+    requests: list[pd.DataFrame] = field(default_factory=list)
+    steps: list[pd.DataFrame] = field(default_factory=list)
+    summary: list[dict[str, Any]] = field(default_factory=list)
+    timings: list[dict[str, Any]] = field(default_factory=list)
+
+
+def compare(
+    trace: Any = None,
+    *,
+    allocators: Iterable[Any] | None = None,
+    pool: str | int | list[str | int] | None = None,
+    model: str | Mapping[str, Any] | None = None,
+    seeds: int | list[int] | None = None,
+    requests: int | None = None,
+    format: str | None = None,
+    unit: Literal["tokens", "ids"] | None = None,
+    options: Mapping[str, Any] | None = None,
+    live: int | None = None,
+    outputs: Literal["none", "replay"] | None = None,
+    reply_chunk: int | None = None,
+    declared_max_tokens: int | None = None,
+    too_long: Literal["error", "reject"] | None = None,
+    steps_every: int | None = None,
+    kernel_batches: int | None = None,
+    config: Config | Path | str | None = None,
+    out: Path | str | None = None,
+    progress: bool = False,
+) -> Result:
+    """Replay one trace through several allocators and return the tables.
+
+    trace       a built-in workload, a held trace's name, a path, a DataFrame, a list of token lists, or a Trace
+    allocators  preset names, tables, `kv.block(...)`, `kv.token(...)`, KVAllocator classes or instances
+    config      a Config or the path of a TOML file; every other keyword is a field of it (see `config.py`) and wins
+    out         folder to write the finished result to (`Result.save`)
+    progress    a bar with the time left, on stderr
+
+    Raises ValueError naming the field for a bad argument, and for a request that no pool of the run can hold.
+    """
+    given = locals()
+    fields = {name: given[name] for name in SECTION_OF if name != "trace"}
+    base = load_config(Path(config)) if isinstance(config, str | Path) else config
+    entries = None if allocators is None else [allocator_entry(spec) for spec in allocators]
+    named = {} if trace is None else {"trace": str(trace) if isinstance(trace, str | Path) else "in memory"}
+    specs = None if entries is None else tuple(_config_table(entry) for entry in entries)
+    chosen = config_from_keywords({**fields, **named, "allocators": specs}, base)
+    result = run(chosen, source=trace, progress=progress, out=None if out is None else Path(out))
+    if out is not None:
+        result.save(out)
+    return result
+
+
+def _config_table(entry: AllocatorEntry) -> dict[str, Any]:
+    return {"source": entry.source} if entry.design is None else entry.as_toml()
+
+
+def run(config: Config, *, source: Any = None, progress: bool = False, out: Path | None = None) -> Result:
+    """Carry out a config. `source` stands for its trace when that is an object in memory."""
+    started = time.time()
+    if out is not None:
+        refuse_foreign(out)
+    entries = config.entries()
+    workloads = load_workloads(config, source)
+    cells = plan(config, workloads, entries)
+    rows, samples = _Rows(), Samples(config, cells)
+    with ProgressBar(cells, progress) as bar:
+        for cell in cells:
+            lane = _run_cell(cell, config, samples, bar)
+            samples.add(cell, lane)
+            _collect(rows, cell, lane, config)
+    return _result(config, workloads, cells, rows, samples.check(), started)
+
+
+def _run_cell(cell: Cell, config: Config, samples: Samples, bar: ProgressBar) -> Lane:
+    """On an allocator of its own, gone before the next cell builds one."""
+    replay = Replay(cell.entry.build(cell.budget.num_pages), config.engine, sample_steps=samples.steps(cell))
+    return replay.run(cell.workload.requests, bar.tick(cell))
+
+
+# --- collecting ---
+
+
+def _collect(rows: _Rows, cell: Cell, lane: Lane, config: Config) -> None:
+    keys = {"seed": cell.workload.seed, "pool_bytes": cell.pool_bytes, "allocator": cell.entry.name}
+    size, pages = cell.entry.page_size, cell.budget.num_pages
+    requests = pd.DataFrame([asdict(row) for row in lane.requests])
+    reuse, lengths = cell.workload.reuse, requests["num_prompt_tokens"]
+    requests["prefix_tokens"] = reuse.prefix_tokens
+    requests["source"] = reuse.source
+    requests["ceiling_tokens"] = ceilings(reuse, lengths, size, cell.entry.last_token_rule)
+    rows.requests.append(_keyed(keys, requests))
+    rows.steps.append(_keyed(keys, pd.DataFrame([asdict(row) for row in lane.steps])))
+    token_bytes = config.pool.shape.bytes_per_token * cell.workload.tokens_per_id
+    rows.summary.append(
+        {
+            **keys,
+            "label": cell.entry.label,
+            "page_size": size,
+            "num_pages": pages,
+            "requests": len(lane.requests),
+            **_rate_ceiling(cell, requests),
+            **metrics.summarise_requests(lane.requests),
+            **metrics.summarise_steps(lane.steps, pages, size, token_bytes),
+        }
+    )
+    rows.timings += [{**keys, **row} for row in metrics.summarise_times(lane.nanoseconds)]
+
+
+def _rate_ceiling(cell: Cell, requests: pd.DataFrame) -> dict[str, float | None]:
+    if not cell.entry.shares_prefixes:
+        return {"token_hit_rate_ceiling": None}
+    admitted = requests[requests["admitted"]]
+    rate = metrics.ratio(int(admitted["ceiling_tokens"].sum()), int(admitted["num_prompt_tokens"].sum()))
+    return {"token_hit_rate_ceiling": rate}
+
+
+def _keyed(keys: dict[str, Any], frame: pd.DataFrame) -> pd.DataFrame:
+    for place, (name, value) in enumerate(keys.items()):
+        frame.insert(place, name, value)
+    return frame
+
+
+def _result(
+    config: Config,
+    workloads: list[Workload],
+    cells: list[Cell],
+    rows: _Rows,
+    kernel_check: dict[str, Any],
+    started: float,
+) -> Result:
+    from kvarena.experiments.divergence import record_divergence
+
+    entries = list({cell.entry.name: cell.entry for cell in cells}.values())
+    pools = sorted({cell.pool_bytes for cell in cells})
+    trace = workloads[0].trace
+    manifest: dict[str, Any] = {
+        "kind": "compare",
+        "trace": trace.name,
+        "visible": asdict(trace.visible),
+        "allocators": [
+            {
+                "name": e.name,
+                "label": e.label,
+                "kind": e.kind,
+                "page_size": e.page_size,
+                "last_token_rule": e.last_token_rule,
+                "shares_prefixes": e.shares_prefixes,
+            }
+            for e in entries
+        ],
+        "pools": pools,
+        "reference_pool": pools[len(pools) // 2],
+        "working_set_bytes": {str(w.seed): w.working_set_tokens * config.pool.shape.bytes_per_token for w in workloads},
+        "tokens_per_id": workloads[0].tokens_per_id,
+        "bytes_per_token": config.pool.shape.bytes_per_token * workloads[0].tokens_per_id,
+        "budgets": [{"seed": c.workload.seed, "allocator": c.entry.name, **c.budget.lines()} for c in cells],
+        "warnings": _warnings(config, workloads),
+        "kernel_check": kernel_check,
+        "divergence": None,
+    }
+    resolved = config.resolved()
+    resolved["pool"]["pool"] = [f"{size} B" for size in pools]
+    result = Result(
+        resolved,
+        manifest,
+        pd.concat(rows.requests, ignore_index=True),
+        pd.concat(rows.steps, ignore_index=True),
+        pd.DataFrame(rows.summary),
+        pd.DataFrame(rows.timings),
+    )
+    manifest["divergence"] = record_divergence(result, config, workloads[0], cells)
+    inputs = [trace.path] if trace.path is not None and trace.path.is_file() else []
+    result.provenance = provenance([w.seed for w in workloads], inputs, started)
+    return result
+
+
+def _warnings(config: Config, workloads: list[Workload]) -> list[str]:
+    found = [text for w in workloads for text in w.trace.warnings]
+    if len(workloads) < len(config.workload.seed_list):
+        found.append(f"{workloads[0].trace.name} has no randomness: 1 run in place of {len(config.workload.seed_list)}")
+    visible = workloads[0].trace.visible
+    if not visible.reuse:
+        found.append("the trace has lengths only: its hit rates say nothing about it")
+    if visible.grain > 1:
+        found.append(
+            f"page rounding below {visible.grain} tokens is not observable here: one id of the trace stands for "
+            f"{visible.grain} tokens"
+        )
+    if config.engine.outputs == "none" and visible.outputs == "recorded":
+        found.append("prompts only: the trace's replies were not replayed (outputs = 'replay' does)")
+    elif visible.outputs in ("none", "unreachable"):
+        found.append(f"hits on generated tokens are not observable here: the trace's outputs are {visible.outputs!r}")
+    if config.engine.live == 1:
+        found.append("publishing time is not observable here: one live request at a time (live = N overlaps them)")
+    elif not visible.publish_time:
+        found.append("publishing time is not observable here: sharers of a prefix do not arrive close together")
+    return list(dict.fromkeys(found))

@@ -1,0 +1,82 @@
+"""From a config's [workload] to the requests of each seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvarena.experiments.ceilings import Reuse, measure_reuse
+from kvarena.experiments.config import Config, ConfigError
+from kvarena.experiments.replay import longest_tokens
+
+if TYPE_CHECKING:
+    from kvarena.experiments.traces.base import Request, Trace
+
+
+@dataclass
+class Workload:
+    """The requests of one seed, as they are replayed, and what reuse they have.
+
+    tokens_per_id  tokens that one replayed token stands for (1, or the trace's grain when ids are replayed)
+    """
+
+    seed: int
+    trace: Trace
+    requests: list[Request]
+    reuse: Reuse
+    tokens_per_id: int
+    longest: int
+    longest_id: str
+
+    @property
+    def working_set_tokens(self) -> int:
+        """Tokens of all distinct prefixes."""
+        return self.reuse.distinct_tokens * self.tokens_per_id
+
+
+def load_workloads(config: Config, source: Any = None) -> list[Workload]:
+    """The requests of each seed. A trace without randomness has one run, whatever the seeds."""
+    seeds = config.workload.seed_list if is_seeded(config, source) else config.workload.seed_list[:1]
+    return [_load(config, seed, source) for seed in seeds]
+
+
+def is_seeded(config: Config, source: Any = None) -> bool:
+    """Whether the workload is a built-in one, which draws from a seed."""
+    from kvarena.experiments import workloads
+
+    named = config.workload.trace if source is None else source
+    return isinstance(named, str) and named in workloads.NAMES
+
+
+def _load(config: Config, seed: int, source: Any) -> Workload:
+    from kvarena.experiments.traces import load_trace
+
+    asked = config.workload
+    options = {**asked.options, "seed": seed} if is_seeded(config, source) else dict(asked.options)
+    trace = load_trace(asked.trace if source is None else source, asked.format, limit=asked.requests, **options)
+    requests = list(trace)[: asked.requests]
+    tokens_per_id = 1
+    if asked.unit == "ids":
+        requests, tokens_per_id = _as_ids(requests), trace.visible.grain
+    elif config.engine.outputs == "replay" and trace.visible.grain > 1:
+        raise ConfigError(
+            "engine.outputs",
+            f"'replay' needs token ids; one id of {trace.name} stands for {trace.visible.grain} tokens",
+        )
+    longest, name = longest_tokens(requests, config.engine.outputs)
+    reuse = measure_reuse(requests, replies=config.engine.outputs == "replay")
+    return Workload(seed, trace, requests, reuse, tokens_per_id, longest, name)
+
+
+def _as_ids(requests: list[Request]) -> list[Request]:
+    """Each hash id as one token: the trace at its own grain."""
+    from dataclasses import replace
+
+    for request in requests:
+        if request.hash_ids is None:
+            raise ConfigError("workload.unit", "'ids' needs a trace with hash ids; this one has token ids")
+    return [
+        replace(r, grain=1, token_ids=r.hash_ids, hash_ids=None, output_ids=None, num_prompt_tokens=len(r.hash_ids))
+        for r in requests
+        if r.hash_ids is not None
+    ]

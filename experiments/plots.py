@@ -1,0 +1,325 @@
+"""Figures of a result. Each `plot(result, ax=None) -> Axes` reads nothing from disk, saves nothing and sets no global
+style; without `ax` it opens a figure of its own. Missing values are gaps, never zeros; a series without any value
+keeps its colour and says "no data".
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvarena.experiments.budget import format_bytes
+from kvarena.experiments.style import STATE_COLOURS, STYLE, Look, add_footer, looks, save_figure, use_paper_style
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from kvarena.experiments.results import Result
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "add_footer",
+    "allocator_time",
+    "difference",
+    "evictions",
+    "hit_rate",
+    "hit_rate_by_page_size",
+    "occupancy",
+    "save_figure",
+    "use_paper_style",
+    "waste",
+]
+
+MAX_POINTS = 1500
+WASTE_KINDS = {"tail_waste_bytes": "tail", "reservation_bytes": "reservation", "duplicate_bytes": "duplicates"}
+VERBS = ("pin", "reserve", "commit", "release")
+
+
+def hit_rate(result: Result, ax: Axes | None = None) -> Axes:
+    """Token hit rate (first admissions) against pool size in bytes, with the no-cache line and each design's
+    infinite-cache line. Without `ax`, the paired difference stands below; the upper axes are returned."""
+    if ax is None:
+        figure = _new_figure((6.4, 4.8))
+        ax, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.2))
+        difference(result, below)
+        ax.tick_params(labelbottom=False)
+        _hit_rate(result, ax)
+        ax.set_xlabel("")
+        return ax
+    return _hit_rate(result, ax)
+
+
+def _hit_rate(result: Result, ax: Axes) -> Axes:
+    ceiling_shown = False
+    for name, look in _looks(result).items():
+        table = _over_seeds(result.summary, name, "token_hit_rate", scale=100)
+        draw_series(ax, table["pool_bytes"], table["mean"], look, band=(table["min"], table["max"]))
+        ceiling = _over_seeds(result.summary, name, "token_hit_rate_ceiling", scale=100)["mean"].dropna()
+        if len(ceiling):
+            text = None if ceiling_shown else "infinite cache, at each design's grain"
+            ax.axhline(ceiling.iloc[0], color=look.colour, linestyle=(0, (2, 2)), linewidth=1, zorder=1)
+            if text:
+                ax.plot([], [], color="#555555", linestyle=(0, (2, 2)), linewidth=1, label=text)
+            ceiling_shown = True
+    ax.axhline(0, color="#555555", linewidth=1, linestyle=":", zorder=1)
+    ax.plot([], [], color="#555555", linestyle=":", linewidth=1, label="no cache")
+    ax.set_ylabel("token hit rate (%)")
+    ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
+    _pool_axis(ax, result.summary)
+    return _finish(ax, result.summary)
+
+
+def difference(result: Result, ax: Axes | None = None) -> Axes:
+    """Paired difference in token hit rate to the first allocator, in points: same seed, same requests, same bytes."""
+    ax = ax or _new_axes()
+    first, *others = result.allocators
+    look = _looks(result)
+    for name in others:
+        table = _paired(result.summary, first, name)
+        draw_series(ax, table["pool_bytes"], table["mean"], look[name], band=(table["min"], table["max"]), label="")
+    ax.axhline(0, color="#555555", linewidth=1, linestyle=":")
+    ax.set_ylabel(f"minus {look[first].label.partition(' (')[0]}\n(points)")
+    ax.margins(y=0.15)
+    _pool_axis(ax, result.summary)
+    if not others:
+        _say_no_data(ax)
+    return ax
+
+
+def hit_rate_by_page_size(result: Result, ax: Axes | None = None) -> Axes:
+    """Token hit rate at the reference pool for each page size: separate categories, in numeric order."""
+    ax = ax or _new_axes()
+    table = result.summary[result.summary["pool_bytes"] == result.reference_pool]
+    sizes = sorted({int(size) for size in table["page_size"]})
+    place = {size: position for position, size in enumerate(sizes)}
+    for name, look in _looks(result).items():
+        rows = table[table["allocator"] == name]
+        rates = rows["token_hit_rate"].astype(float) * 100
+        x = [place[int(size)] for size in rows["page_size"]]
+        ax.plot(x, rates, look.marker, color=look.colour, label=look.label, markersize=7, markerfacecolor=look.face)
+    ax.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+    ax.set_xlim(-0.5, max(len(sizes), 1) - 0.5)
+    ax.set_xlabel("page size (tokens)")
+    ax.set_ylabel("token hit rate (%)")
+    return _finish(ax, table)
+
+
+def occupancy(result: Result, ax: Axes | None = None, allocator: str | None = None) -> Axes:
+    """Share of the pool that is in use, evictable and free over the run, first seed, reference pool.
+
+    Without `ax`, one panel an allocator (the first axes are returned); with it, `allocator` or the first one.
+    """
+    if ax is None:
+        names = result.allocators
+        figure = _new_figure((6.4, 0.7 + 1.5 * len(names)))
+        panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+        for panel, name in zip(panels, names, strict=True):
+            _occupancy(result, panel, name)
+        for panel in panels[:-1]:
+            panel.set_xlabel("")
+        for panel in panels[1:]:
+            panel.get_legend().remove()
+        return panels[0]
+    return _occupancy(result, ax, allocator or result.allocators[0])
+
+
+def _occupancy(result: Result, ax: Axes, name: str) -> Axes:
+    steps = result.steps
+    rows = steps[(steps["allocator"] == name) & (steps["pool_bytes"] == result.reference_pool)]
+    rows = rows[rows["seed"] == rows["seed"].min()]
+    rows = rows.iloc[:: max(1, -(-len(rows) // MAX_POINTS))]
+    total = rows["free"] + rows["evictable"] + rows["in_use"]
+    shares = [100 * rows[column] / total for column in ("in_use", "evictable", "free")]
+    ax.stackplot(
+        rows["step"], shares, labels=list(STATE_COLOURS), colors=list(STATE_COLOURS.values()), linewidth=0, step="post"
+    )
+    ax.set_title(f"{_looks(result)[name].label}, pool {format_bytes(result.reference_pool)}", pad=4)
+    ax.set_xlabel("request, in order of arrival")
+    ax.set_ylabel("pool (%)")
+    ax.set_ylim(0, 100)
+    ax.margins(x=0)
+    ax.grid(False)
+    if not len(rows):
+        _say_no_data(ax)
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0, handlelength=1.2)
+    return ax
+
+
+def waste(result: Result, ax: Axes | None = None) -> Axes:
+    """Mean waste over the run by kind, in MiB of KV, at the reference pool."""
+    ax = ax or _new_axes((6.4, 3.0))
+    table = result.summary[result.summary["pool_bytes"] == result.reference_pool]
+    look = _looks(result)
+    height = 0.8 / max(len(look), 1)
+    largest = 0.0
+    for row, column in enumerate(WASTE_KINDS):
+        for place, name in enumerate(look):
+            value = table.loc[table["allocator"] == name, column].astype(float).mean() / 2**20
+            y = row + (place - (len(look) - 1) / 2) * height
+            shown = 0.0 if math.isnan(value) else value
+            ax.barh(y, shown, height * 0.9, color=look[name].colour, label=look[name].label if row == 0 else None)
+            text = "no data" if math.isnan(value) else f"{value:.3g}"
+            ax.annotate(text, (shown, y), (3, 0), textcoords="offset points", va="center", fontsize=7)
+            largest = max(largest, shown)
+    ax.set_yticks(range(len(WASTE_KINDS)), list(WASTE_KINDS.values()))
+    ax.invert_yaxis()
+    ax.set_xlim(0, largest * 1.12 or 1)
+    ax.set_xlabel(f"mean waste (MiB of KV), pool {format_bytes(result.reference_pool)}")
+    ax.grid(axis="y", visible=False)
+    return _finish(ax, table)
+
+
+def evictions(result: Result, ax: Axes | None = None) -> Axes:
+    """KV evicted over the whole run, in GiB, against pool size."""
+    ax = ax or _new_axes()
+    page_bytes = result.summary["page_size"] * result.manifest["bytes_per_token"]
+    frame = result.summary.assign(evicted_gib=result.summary["evicted_pages"] * page_bytes / 2**30)
+    for name, look in _looks(result).items():
+        table = _over_seeds(frame, name, "evicted_gib")
+        draw_series(ax, table["pool_bytes"], table["mean"], look, band=(table["min"], table["max"]))
+    ax.set_ylabel("evicted KV (GiB, whole run)")
+    ax.set_ylim(bottom=0)
+    _pool_axis(ax, frame)
+    return _finish(ax, frame)
+
+
+def allocator_time(result: Result, ax: Axes | None = None) -> Axes:
+    """Measured time of one call of each verb at the reference pool: bar = median wall time, line up to the 99th
+    percentile."""
+    ax = ax or _new_axes((6.4, 3.4))
+    look = _looks(result)
+    table = result.timings
+    if len(table):
+        table = table[table["pool_bytes"] == result.reference_pool]
+    width = 0.8 / max(len(look), 1)
+    for place, name in enumerate(look):
+        rows = table[table["allocator"] == name].groupby("verb")[["p50_us", "p99_us"]].mean() if len(table) else table
+        rows = rows.reindex(VERBS) if len(rows) else rows
+        if not len(rows):
+            ax.bar([], [], color=look[name].colour, label=f"{look[name].label}: no data")
+            continue
+        x = [i + (place - (len(look) - 1) / 2) * width for i in range(len(VERBS))]
+        ax.bar(x, rows["p50_us"], width * 0.9, color=look[name].colour, label=look[name].label)
+        ax.vlines(x, rows["p50_us"], rows["p99_us"], color=look[name].colour, linewidth=1.2)
+        ax.plot(x, rows["p99_us"], "_", color=look[name].colour, markersize=8)
+    ax.set_xticks(range(len(VERBS)), list(VERBS))
+    ax.set_yscale("log")
+    ax.set_ylabel("wall time a call (µs):\nmedian, 99th percentile")
+    ax.grid(axis="x", visible=False)
+    return _finish(ax, table)
+
+
+# --- series ---
+
+
+def draw_series(
+    ax: Axes,
+    x: Sequence[float] | pd.Series,
+    y: Sequence[float | None] | pd.Series,
+    look: Look,
+    *,
+    band: tuple[Any, Any] | None = None,
+    label: str | None = None,
+) -> None:
+    """A line with gaps where values are missing. A series without values keeps its colour and says so.
+
+    band: lower and upper edge, drawn where they differ.
+    """
+    values = [math.nan if value is None else float(value) for value in y]
+    text = look.label if label is None else label
+    if all(math.isnan(value) for value in values):
+        ax.plot([], [], look.marker, linestyle=look.dashes, color=look.colour, label=text and f"{text}: no data")
+        return
+    marker = {"marker": look.marker, "markerfacecolor": look.face, "markeredgewidth": 1.2}
+    ax.plot(list(x), values, linestyle=look.dashes, color=look.colour, label=text or None, **marker)
+    if band is not None and any(a != b for a, b in zip(*band, strict=True)):
+        ax.fill_between(list(x), list(band[0]), list(band[1]), color=look.colour, alpha=0.18, linewidth=0)
+
+
+def _over_seeds(frame: pd.DataFrame, name: str, column: str, scale: float = 1) -> pd.DataFrame:
+    """mean, min and max of a column over the seeds at each pool size, ascending."""
+    rows = frame[frame["allocator"] == name]
+    values = rows.assign(value=rows[column].astype(float) * scale).groupby("pool_bytes")["value"]
+    return values.agg(["mean", "min", "max"]).reset_index()
+
+
+def _paired(frame: pd.DataFrame, first: str, name: str) -> pd.DataFrame:
+    """Differences in points, `name` minus `first`, over the seeds at each pool size."""
+    table = frame.pivot_table(index=["pool_bytes", "seed"], columns="allocator", values="token_hit_rate", dropna=False)
+    missing = math.nan
+    a, b = (table[n].astype(float) if n in table else missing for n in (first, name))
+    table["value"] = 100 * (b - a)
+    return table.groupby("pool_bytes")["value"].agg(["mean", "min", "max"]).reset_index()
+
+
+def _looks(result: Result) -> dict[str, Look]:
+    return looks(result.manifest["allocators"])
+
+
+# --- axes ---
+
+
+def _pool_axis(ax: Axes, frame: pd.DataFrame) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    sizes = sorted(set(frame["pool_bytes"])) if len(frame) else []
+    ax.set_xscale("log", base=2)
+    ax.set_xlabel("pool (bytes on the device)")
+    if not sizes:
+        return
+    low, high = math.ceil(math.log2(sizes[0]) - 1e-9), math.floor(math.log2(sizes[-1]) + 1e-9)
+    powers = [2.0**i for i in range(low, high + 1, max(1, (high - low) // 6))]
+    ax.xaxis.set_major_locator(FixedLocator(powers if len(powers) > 1 else sizes))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    if len(sizes) > 1:
+        margin = (sizes[-1] / sizes[0]) ** 0.03
+        ax.set_xlim(sizes[0] / margin, sizes[-1] * margin)
+
+
+def _finish(ax: Axes, frame: pd.DataFrame) -> Axes:
+    if not len(frame):
+        _say_no_data(ax)
+        return ax
+    handles, labels = ax.get_legend_handles_labels()
+    wrapped = [textwrap.fill(text, 44) for text in labels]
+    ax.legend(handles, wrapped, loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2, borderaxespad=0, columnspacing=1.2)
+    return ax
+
+
+def _say_no_data(ax: Axes) -> None:
+    ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", va="center", color="#777777", fontsize=11)
+
+
+def _new_axes(size: tuple[float, float] = (6.4, 3.8)) -> Axes:
+    return _new_figure(size).subplots()
+
+
+def _new_figure(size: tuple[float, float]) -> Figure:
+    """A figure that a notebook shows by itself, in our style, without touching anybody's defaults."""
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+
+    default = mpl.rcParams["figure.figsize"] == mpl.rcParamsDefault["figure.figsize"]
+    return plt.figure(figsize=size if default else None, layout="constrained")
+
+
+PLOTS: dict[str, Callable[..., Axes]] = {
+    "hit_rate": hit_rate,
+    "occupancy": occupancy,
+    "waste": waste,
+    "evictions": evictions,
+}
+
+
+def draw(name: str, result: Result, footer: str) -> Figure:
+    """One named figure in our style, with its footer, ready to save. The caller closes it."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(STYLE):
+        plot = allocator_time if name == "allocator_time" else PLOTS[name]
+        figure: Figure = plot(result).get_figure()  # type: ignore[assignment]
+        add_footer(figure, footer)
+        return figure

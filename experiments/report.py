@@ -1,0 +1,157 @@
+"""The figures of a result as files, and one self-contained page that shows everything."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from kvarena.experiments import plots
+from kvarena.experiments.config import SCHEMA_VERSION
+from kvarena.experiments.provenance import footer
+from kvarena.experiments.style import save_figure
+from kvarena.experiments.tables import remarks, table_html, tables
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from kvarena.experiments.results import Result
+    from matplotlib.figure import Figure
+
+CAPTIONS = {
+    "hit_rate": "Token hit rate against pool size, and the paired difference under it: the same requests, equal bytes.",
+    "occupancy": "Where the pages are over the run. Free and evictable pages can both be taken at once.",
+    "waste": "Slots without a token by kind, mean over the recorded steps.",
+    "evictions": "KV that was dropped for room over the whole run.",
+}
+_CSS = """
+:root { color-scheme: light; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1b2a41; max-width: 64rem; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; margin: 1rem 0 .3rem; }
+caption { text-align: left; font-weight: 600; padding: .3rem 0; }
+th, td { padding: .25rem .7rem; border-bottom: 1px solid #d9dfe6; text-align: right; }
+thead th { border-bottom: 2px solid #7a93ac; vertical-align: bottom; }
+tr > th:first-child { text-align: left; font-weight: 400; }
+.note { color: #5b6b7d; font-size: .85rem; margin: 0; }
+figure { margin: 1.5rem 0; } figure img { max-width: 100%; height: auto; }
+figcaption { color: #5b6b7d; font-size: .9rem; }
+pre { background: #f4f6f8; padding: .8rem; overflow-x: auto; font-size: .8rem; }
+footer { color: #5b6b7d; font-size: .8rem; margin-top: 3rem; border-top: 1px solid #d9dfe6; }
+""".strip()
+
+
+def write_figures(result: Result, folder: Path) -> list[Path]:
+    """figures/NAME.{pdf,svg,png}; the figure of measured times stands outside, as timings.{pdf,svg,png}."""
+    (folder / "figures").mkdir(exist_ok=True)
+    stems = {name: folder / "figures" / name for name in plots.PLOTS}
+    if len(result.timings):
+        stems["allocator_time"] = folder / "timings"
+    paths = []
+    for name, stem in stems.items():
+        with drawn(result, name) as figure:
+            paths += save_figure(figure, stem)
+    return paths
+
+
+def plot_folder(result: Result, out: Path) -> list[Path]:
+    """All figures into `out`, each renamed into place when it is whole."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=out, prefix=".partial-") as partial:
+            written = write_figures(result, Path(partial))
+            return [path.replace(out / path.name) for path in written]
+    except OSError as error:
+        raise ValueError(f"{out}: cannot be written ({error.strerror})") from None
+
+
+def write_one_figure(result: Result, name: str, path: Path) -> None:
+    """One figure in the format that the file's name asks for."""
+    kind = path.suffix.lower().removeprefix(".")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with drawn(result, name) as figure:
+        try:
+            save_figure(figure, partial, kinds=(kind,))
+            partial.with_name(f"{partial.name}.{kind}").replace(path)
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+@contextmanager
+def drawn(result: Result, name: str) -> Iterator[Figure]:
+    """A figure for saving, drawn without a screen; the caller's backend is put back."""
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+
+    with mpl.rc_context():
+        plt.switch_backend("agg")
+        figure = plots.draw(name, result, result_footer(result))
+        try:
+            yield figure
+        finally:
+            plt.close(figure)
+
+
+def result_footer(result: Result) -> str:
+    """One line of provenance without a date."""
+    return footer(result.config, result.manifest["trace"], result.visible["outputs"])
+
+
+def write_report(result: Result, path: Path) -> None:
+    """One page, with its figures inside and everything from traces escaped. Needs the SVG files beside it."""
+    import tomli_w
+
+    title = f"{result.manifest['trace']}: {' against '.join(result.labels.values())}"
+    sections = [f"<div class='scroll'>{table_html(table)}</div>" for table in tables(result)]
+    for head, lines in remarks(result):
+        sections.append(f"<h2>{escape(head)}</h2>" + "".join(f"<p>{escape(line)}</p>" for line in lines))
+    sections.append("<h2>Figures</h2>")
+    sections += [_figure(path.parent / "figures" / f"{name}.svg", text) for name, text in CAPTIONS.items()]
+    sections.append(_why_section(result))
+    sections.append(f"<h2>Config</h2><pre>{escape(tomli_w.dumps(result.config))}</pre>")
+    sections.append(
+        "<footer>Measured times are in timings.parquet and timings.svg, versions and machine in provenance.json. "
+        f"{escape(result_footer(result))}</footer>"
+    )
+    path.write_text(_page(title, "\n".join(sections)), encoding="utf-8")
+
+
+def _page(title: str, body: str) -> str:
+    return (
+        f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title>\n"
+        f"<meta name='schema_version' content='{SCHEMA_VERSION}'>\n"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>\n"
+        f"<style>{_CSS}</style></head>\n<body><h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
+    )
+
+
+def _figure(svg: Path, caption: str) -> str:
+    data = base64.b64encode(svg.read_bytes()).decode()
+    return (
+        f"<figure><img alt='{escape(caption, quote=True)}' src='data:image/svg+xml;base64,{data}'>"
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+    )
+
+
+def _why_section(result: Result) -> str:
+    if not any(entry["shares_prefixes"] for entry in result.manifest["allocators"]):
+        return ""
+    return f"<h2>Where the prompt tokens went</h2><div class='scroll'>{_frame_html(result.why())}</div>"
+
+
+def _frame_html(frame: pd.DataFrame) -> str:
+    head = "".join(f"<th>{escape(str(column))}</th>" for column in ["", *frame.columns])
+    rows = []
+    for name, row in frame.iterrows():
+        cells = "".join(f"<td>{escape(_cell(value))}</td>" for value in row)
+        rows.append(f"<tr><th>{escape(str(name).replace('_', ' '))}</th>{cells}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _cell(value: Any) -> str:
+    return f"{100 * value:+.2f} %".removeprefix("+") if isinstance(value, float) else str(value)

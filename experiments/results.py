@@ -1,0 +1,281 @@
+"""A finished comparison: tables as DataFrames, and the folder that holds them.
+
+A folder is written under a temporary name and renamed when it is whole, so what stands is finished. All files but
+`provenance.json` and `timings.*` are byte-equal for equal configs.
+
+    config.toml        the resolved config            requests.parquet   a row a request, allocator, pool and seed
+    result.json        visible, budgets, warnings     steps.parquet      a row a step, allocator, pool and seed
+    summary.csv        a row an allocator, pool, seed timings.parquet    measured times of each verb
+    provenance.json    versions, machine, inputs      figures/           each as PDF, SVG and PNG
+    report.html        one self-contained page        timings.pdf ...    the figure of the measured times
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from kvarena.experiments.config import SCHEMA_VERSION, config_diff
+
+if TYPE_CHECKING:
+    from kvarena.experiments.divergence import Divergence
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+FRAMES = ("requests", "steps", "timings")
+KEYS = ["seed", "pool_bytes", "allocator"]
+MANIFEST = "result.json"
+
+
+@dataclass
+class Result:
+    """One comparison.
+
+    config      resolved config, plain data
+    manifest    kind, visible, allocators, pools, ceilings, warnings, kernel check, first divergence
+    requests    seed, pool_bytes, allocator, then the fields of `RequestRow`, with prefix and ceiling tokens
+    steps       seed, pool_bytes, allocator, then the fields of `StepRow`
+    summary     the measures of `metrics.py` for each seed, pool and allocator
+    timings     measured microseconds of each verb
+    provenance  versions, machine, seeds, inputs
+    """
+
+    config: dict[str, Any]
+    manifest: dict[str, Any]
+    requests: pd.DataFrame
+    steps: pd.DataFrame
+    summary: pd.DataFrame
+    timings: pd.DataFrame
+    provenance: dict[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+
+    @property
+    def visible(self) -> dict[str, Any]:
+        """What the trace can show; a factor that it cannot show is not observable here, which is not 0."""
+        return self.manifest["visible"]
+
+    @property
+    def allocators(self) -> list[str]:
+        """Short names, in the order of the config."""
+        return [entry["name"] for entry in self.manifest["allocators"]]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Legend text of each allocator."""
+        return {entry["name"]: entry["label"] for entry in self.manifest["allocators"]}
+
+    @property
+    def pools(self) -> list[int]:
+        """Pool sizes in bytes, ascending."""
+        return list(self.manifest["pools"])
+
+    @property
+    def reference_pool(self) -> int:
+        """The pool size that single-pool tables and figures show."""
+        return self.manifest["reference_pool"]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was skipped, changed or cannot be seen."""
+        return self.manifest["warnings"]
+
+    def save(self, out: Path | str) -> Path:
+        """Write the folder with all figures and the report. Raises ValueError when `out` holds something else."""
+        from kvarena.experiments.report import write_figures, write_report
+
+        out = Path(out)
+        with finished_folder(out) as partial:
+            self._write_tables(partial)
+            write_figures(self, partial)
+            write_report(self, partial / "report.html")
+        self.path = out
+        return out
+
+    def _write_tables(self, folder: Path) -> None:
+        import tomli_w
+
+        (folder / "config.toml").write_text(tomli_w.dumps(self.config), encoding="utf-8")
+        _write_json(folder / MANIFEST, {"schema_version": SCHEMA_VERSION, **self.manifest})
+        _write_json(folder / "provenance.json", {"schema_version": SCHEMA_VERSION, **self.provenance})
+        summary = self.summary.assign(schema_version=SCHEMA_VERSION)
+        summary.to_csv(folder / "summary.csv", index=False, lineterminator="\n")
+        for name in FRAMES:
+            write_parquet(getattr(self, name), folder / f"{name}.parquet")
+
+    # --- questions ---
+
+    def first_divergence(
+        self, a: str | None = None, b: str | None = None, pool: int | None = None
+    ) -> Divergence | None:
+        """The first request on which two allocators differ in hit tokens or admission, with the reason.
+
+        Default: the first two allocators that share prefixes, at the reference pool; for these the evidence (who
+        evicted the missing page) was recorded by the run. None when they never differ.
+        """
+        from kvarena.experiments.divergence import first_divergence
+
+        return first_divergence(self, a, b, pool)
+
+    def why(self, metric: str = "token_hit_rate", pool: int | None = None) -> pd.DataFrame:
+        """Where the prompt tokens went, for each allocator, and what makes the difference to the first one.
+
+        Shares of all prompt tokens of admitted requests; each column adds up to 1, the difference to 0. A factor that
+        the trace cannot show says so.
+        """
+        from kvarena.experiments.why import why
+
+        return why(self, metric, pool)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from kvarena.experiments.tables import result_tables
+
+        yield from result_tables(self)
+
+    def _repr_html_(self) -> str:
+        from kvarena.experiments.tables import result_html
+
+        return result_html(self)
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.allocators)
+        return f"Result({self.manifest['trace']}: {names}; {len(self.pools)} pools; {len(self.summary)} cells)"
+
+
+def load_result(path: Path | str) -> Result:
+    """Read a finished result folder. Raises ValueError naming the file that is missing or broken."""
+    folder = Path(path)
+    manifest = _read_json(folder / MANIFEST)
+    if manifest.pop("schema_version", None) != SCHEMA_VERSION:
+        raise ValueError(f"{folder / MANIFEST}: schema_version: expected {SCHEMA_VERSION}")
+    provenance = _read_json(folder / "provenance.json")
+    provenance.pop("schema_version", None)
+    try:
+        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        summary = pd.read_csv(folder / "summary.csv").drop(columns="schema_version")
+        frames = {name: pd.read_parquet(folder / f"{name}.parquet") for name in FRAMES}
+    except (OSError, tomllib.TOMLDecodeError, KeyError, pd.errors.ParserError, ValueError) as error:
+        raise ValueError(f"{folder}: not a whole result folder ({error})") from None
+    return Result(config, manifest, summary=summary, provenance=provenance, path=folder, **frames)
+
+
+def merge_results(results: Iterable[Result]) -> Result:
+    """Lay finished results over each other. Raises ValueError naming the fields when they differ in more than the
+    allocators."""
+    first, *rest = results
+    merged = first
+    for other in rest:
+        _refuse_unlike(first, other)
+        merged = _joined(merged, other)
+    return merged
+
+
+def _refuse_unlike(a: Result, b: Result) -> None:
+    differing = [
+        f"{name} ({left!r} against {right!r})"
+        for name, (left, right) in config_diff(_without_allocators(a.config), _without_allocators(b.config)).items()
+    ]
+    for name in ("kind", "visible", "working_set_bytes", "pools"):
+        if a.manifest.get(name) != b.manifest.get(name) and not differing:
+            differing.append(f"{name} ({a.manifest.get(name)!r} against {b.manifest.get(name)!r})")
+    inputs = [[item["sha256"] for item in r.provenance.get("inputs", [])] for r in (a, b)]
+    if inputs[0] != inputs[1]:
+        differing.append("the trace's contents (sha256)")
+    if differing:
+        raise ValueError(f"these results differ in more than the allocators: {'; '.join(differing)}")
+
+
+def _without_allocators(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != "allocators"}
+
+
+def _joined(a: Result, b: Result) -> Result:
+    """Rows of both; an allocator that both have is taken once, after checking that it is the same one."""
+    mine = {entry["name"]: entry for entry in a.config["allocators"]}
+    for entry in b.config["allocators"]:
+        if entry["name"] in mine and mine[entry["name"]] != entry:
+            raise ValueError(f"allocator {entry['name']!r} has other rules in the two results; rename one of them")
+    new = [name for name in b.allocators if name not in mine]
+    config = {**a.config, "allocators": a.config["allocators"] + _named(b.config["allocators"], new)}
+    manifest = {**a.manifest, "allocators": a.manifest["allocators"] + _named(b.manifest["allocators"], new)}
+    for name in ("budgets", "ceilings"):
+        manifest[name] = a.manifest[name] + [row for row in b.manifest[name] if row["allocator"] in new]
+    manifest["warnings"] = list(dict.fromkeys([*a.warnings, *b.warnings]))
+    frames = {
+        name: pd.concat([getattr(a, name), frame[frame["allocator"].isin(new)]], ignore_index=True)
+        for name in (*FRAMES, "summary")
+        for frame in [getattr(b, name)]
+    }
+    return Result(config, manifest, provenance=a.provenance, **frames)
+
+
+def _named(entries: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
+    return [entry for entry in entries if entry["name"] in names]
+
+
+class finished_folder:
+    """Context: a folder under a temporary name, renamed to `out` when the block ends well, removed when it does not.
+
+    An older result of ours at `out` is replaced; anything else there is refused.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+
+    def __enter__(self) -> Path:
+        refuse_foreign(self.out)
+        try:
+            self.partial.mkdir(parents=True)
+        except OSError as error:
+            raise ValueError(f"{self.out}: cannot be written ({error.strerror})") from None
+        return self.partial
+
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+        if kind is not None:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            return
+        old = self.out.with_name(f".{self.out.name}.{os.getpid()}.old")
+        if self.out.exists():
+            self.out.rename(old)
+        self.partial.rename(self.out)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def refuse_foreign(out: Path) -> None:
+    """Raise ValueError when `out` is there and is neither empty nor an earlier result."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise ValueError(f"{out}: expected a folder, found a file")
+    if any(out.iterdir()) and not (out / MANIFEST).is_file():
+        raise ValueError(f"{out}: holds other files; give an empty folder, a new one, or an earlier result")
+
+
+def write_parquet(frame: pd.DataFrame, path: Path) -> None:
+    """A frame with its schema_version in the file's metadata."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_pandas(frame, preserve_index=False)
+    metadata = {**(table.schema.metadata or {}), b"schema_version": str(SCHEMA_VERSION).encode()}
+    pq.write_table(table.replace_schema_metadata(metadata), path)
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as a result ({error})") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: expected an object, found {type(data).__name__}")
+    return data

@@ -1,0 +1,209 @@
+"""The allocators of a comparison: each with a short name, a legend label and a way to build it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any
+
+from kvarena.allocators.config import PRESETS, Design, design, label, make_allocator
+from kvarena.allocators.interface import KVAllocator
+
+KINDS = ("block", "token", "contiguous", "exact")
+
+
+@dataclass(frozen=True)
+class AllocatorEntry:
+    """One allocator of a run.
+
+    name    short and unique in the run: the key in every table
+    label   legend text
+    kind    "block", "token", "contiguous", "exact", or "custom" for somebody else's
+    design  its rules; None for a custom one
+    source  what `make_allocator` is given for a custom one: a class, an instance or an entry point's name
+    """
+
+    name: str
+    label: str
+    kind: str
+    page_size: int
+    design: Design | None = None
+    source: Any = None
+
+    def build(self, num_pages: int) -> KVAllocator:
+        """A fresh allocator of `num_pages` pages. An instance is used as it is, after `reset`."""
+        if isinstance(self.source, KVAllocator):
+            return _reused(self.source, num_pages)
+        return make_allocator(self.source if self.design is None else self.design, num_pages=num_pages)
+
+    @property
+    def last_token_rule(self) -> bool:
+        return self.design is None or self.design.last_token_rule
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether the infinite-cache ceiling applies: prefixes are cached and outlive their last user."""
+        if self.design is None:
+            return True
+        return self.kind in ("block", "token") and self.design.prefix_cache
+
+    def as_toml(self) -> dict[str, Any]:
+        """All fields, for the resolved config. None is left out, or is "none" where None is not the default."""
+        if self.design is None:
+            text = self.source if isinstance(self.source, str) else _class_name(self.source)
+            return {"name": self.name, "custom": text, "page_size": self.page_size}
+        return {"name": self.name, **_plain(self.design)}
+
+
+def allocator_entries(specs: Iterable[Any]) -> list[AllocatorEntry]:
+    """Resolve what the user named. ValueError for unknown names, keys or values, and for two equal names."""
+    entries = [allocator_entry(spec) for spec in specs]
+    if not entries:
+        raise ValueError("allocators: at least one is needed")
+    seen: set[str] = set()
+    for entry in entries:
+        if entry.name in seen:
+            raise ValueError(f"allocators: {entry.name!r} is named twice; give one of them another name")
+        seen.add(entry.name)
+    return entries
+
+
+def allocator_entry(spec: Any) -> AllocatorEntry:
+    """One allocator from a preset name, `kind:field=value:...`, a mapping, a `Design`, a class or an instance."""
+    if isinstance(spec, Mapping) and isinstance(spec.get("source"), type | KVAllocator):
+        spec = spec["source"]
+    if isinstance(spec, Design):
+        return _of_design(spec, None)
+    if isinstance(spec, KVAllocator) or (isinstance(spec, type) and issubclass(spec, KVAllocator)):
+        return _of_object(spec)
+    if isinstance(spec, str):
+        return allocator_entry(parse_spec(spec))
+    if not isinstance(spec, Mapping):
+        raise ValueError(f"allocators: expected a name, a table, a Design or a KVAllocator, found {spec!r}")
+    return _of_mapping(spec)
+
+
+def parse_spec(text: str) -> dict[str, Any]:
+    """The command line's short form.
+
+    >>> parse_spec("block:page_size=64")
+    {'kind': 'block', 'page_size': 64}
+    >>> parse_spec("vllm")
+    {'name': 'vllm'}
+    """
+    from kvarena.experiments.config import toml_value
+
+    name, *fields = text.split(":")
+    spec: dict[str, Any] = {"kind": name} if name in KINDS else {"name": name}
+    for item in fields:
+        key, separator, raw = item.partition("=")
+        if not separator:
+            raise ValueError(f"allocators: {text!r}: expected NAME:FIELD=VALUE, found {item!r}")
+        spec[key] = toml_value(raw)
+    return spec
+
+
+def _of_mapping(spec: Mapping[str, Any]) -> AllocatorEntry:
+    fields = {key: _from_toml(key, value) for key, value in spec.items() if key not in ("name", "custom")}
+    name = spec.get("name")
+    if name is not None and (not isinstance(name, str) or not name):
+        raise ValueError(f"allocators: name: expected text, found {name!r}")
+    if "custom" in spec:
+        raise ValueError(f"allocators: {name!r} is an allocator of your own: pass its class to kv.compare")
+    if "kind" in fields:
+        return _of_design(design(fields), name)
+    if name is None:
+        raise ValueError("allocators: expected a name or a kind")
+    if name in PRESETS or name in KINDS:
+        return _of_design(design({**design(name).model_dump(), "gate": design(name).gate, **fields}), None, base=name)
+    return _of_entry_point(name, fields)
+
+
+def _of_design(chosen: Design, name: str | None, base: str | None = None) -> AllocatorEntry:
+    return AllocatorEntry(name or short_name(chosen), display_label(chosen), chosen.kind, chosen.page_size, chosen)
+
+
+def _of_entry_point(name: str, fields: Mapping[str, Any]) -> AllocatorEntry:
+    if fields:
+        raise ValueError(f"allocators: {name!r} takes no fields here, found {', '.join(fields)}")
+    built = make_allocator(name, num_pages=1)  # ValueError lists the known names
+    return AllocatorEntry(name, name, "custom", built.page_size, None, name)
+
+
+def _of_object(source: Any) -> AllocatorEntry:
+    built = source if isinstance(source, KVAllocator) else source(num_pages=1)
+    name = _class_name(source)
+    return AllocatorEntry(name, name, "custom", built.page_size, None, source)
+
+
+def _class_name(source: Any) -> str:
+    return source.__name__ if isinstance(source, type) else type(source).__name__
+
+
+def _reused(allocator: KVAllocator, num_pages: int) -> KVAllocator:
+    if allocator.num_pages != num_pages:
+        raise ValueError(
+            f"pool: the given {type(allocator).__name__} has {allocator.num_pages} pages, the pool {num_pages}; "
+            "pass its class, or this page count"
+        )
+    if not allocator.reset():
+        raise ValueError(f"allocators: the given {type(allocator).__name__} has live requests")
+    return allocator
+
+
+def _preset_name(chosen: Design) -> str | None:
+    return {"block": "vllm", "token": "sglang"}.get(chosen.kind)
+
+
+def _differences(chosen: Design) -> dict[str, Any]:
+    """Fields at other values than the kind's own default."""
+    own = design(_preset_name(chosen) or chosen.kind)
+    return {name: getattr(chosen, name) for name in Design.model_fields if getattr(chosen, name) != getattr(own, name)}
+
+
+def short_name(chosen: Design) -> str:
+    """The preset's name, or kind and what differs from it.
+
+    >>> from kvarena.allocators.config import design
+    >>> short_name(design("vllm")), short_name(design({"kind": "block", "page_size": 64}))
+    ('vllm', 'block-page_size=64')
+    """
+    fields = _differences(chosen)
+    if not fields:
+        return _preset_name(chosen) or chosen.kind
+    return "-".join([chosen.kind, *(f"{name}={_text(value)}" for name, value in fields.items())])
+
+
+def display_label(chosen: Design) -> str:
+    """Legend text: the design, and every field that is not its preset's."""
+    fields = {name: value for name, value in _differences(chosen).items() if name != "page_size"}
+    extra = [f"{name.replace('_', ' ')} {_text(value)}" for name, value in fields.items()]
+    return ", ".join([label(chosen), *extra])
+
+
+def _text(value: Any) -> str:
+    if is_dataclass(value) and not isinstance(value, type):
+        return "(" + " ".join(f"{k}={_text(v)}" for k, v in _table(value).items()) + ")"
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def _plain(chosen: Design) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, field in Design.model_fields.items():
+        value = getattr(chosen, name)
+        if value is None:
+            if field.default is not None:
+                values[name] = "none"
+        else:
+            values[name] = _table(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return values
+
+
+def _table(value: Any) -> dict[str, Any]:
+    """Fields of a dataclass; what is None is left out, since TOML has no null."""
+    return {name: part for name, part in asdict(value).items() if part is not None}
+
+
+def _from_toml(key: str, value: Any) -> Any:
+    field = Design.model_fields.get(key)
+    return None if value == "none" and field is not None and field.default is not None else value

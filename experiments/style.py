@@ -1,0 +1,123 @@
+"""How figures look: one colour for each allocator, wherever it is drawn, safe for colour-blind readers and in grey."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette: told apart with every common colour blindness.
+KIND_COLOURS = {"block": "#0072B2", "token": "#D55E00", "exact": "#009E73", "contiguous": "#666666"}
+CUSTOM_COLOURS = ("#CC79A7", "#56B4E9", "#E69F00", "#000000")
+MARKERS = {"block": "o", "token": "s", "exact": "^", "contiguous": "D"}
+PRESET_PAGE = {"block": 16, "token": 1, "exact": 1, "contiguous": 1}
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (5, 1, 1, 1)))
+STATE_COLOURS = {"in use": "#1B2A41", "evictable": "#7A93AC", "free": "#E3E9EF"}
+SHADE_A_STEP = 0.1  # of the way to black or white for each doubling of the page size
+FORMATS = ("pdf", "svg", "png")
+
+STYLE: dict[str, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E0E0E0",
+    "grid.linewidth": 0.6,
+    "axes.linewidth": 0.8,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "figure.dpi": 110,
+    "savefig.dpi": 200,
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "kvarena",
+    "svg.fonttype": "path",
+}
+WIDTHS_IN = {"single": 3.35, "double": 7.0}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one allocator is drawn. Hollow markers keep the one below visible where two curves meet."""
+
+    label: str
+    colour: str
+    marker: str
+    dashes: Any
+    face: str
+
+
+def looks(entries: Iterable[Mapping[str, Any]]) -> dict[str, Look]:
+    """A look for each allocator of a result. Kind gives the hue, page size the shade; where both are equal, dashes
+    tell them apart. So an allocator has the same colour in every figure, whatever stands beside it."""
+    chosen: dict[str, Look] = {}
+    used: dict[str, int] = {}
+    customs = 0
+    for entry in entries:
+        kind, size = entry["kind"], entry["page_size"]
+        if kind in KIND_COLOURS:
+            colour = shade(KIND_COLOURS[kind], math.log2(size / PRESET_PAGE[kind]))
+        else:
+            colour = CUSTOM_COLOURS[customs % len(CUSTOM_COLOURS)]
+            customs += 1
+        turn = used.get(colour, 0)
+        used[colour] = turn + 1
+        marker, dashes = MARKERS.get(kind, "v"), DASHES[turn % len(DASHES)]
+        face = "white" if chosen else colour
+        chosen[entry["name"]] = Look(entry["label"], colour, marker, dashes, face)
+    return chosen
+
+
+def shade(colour: str, doublings: float) -> str:
+    """Darker for larger pages than the preset's, lighter for smaller ones."""
+    target = 0 if doublings > 0 else 255
+    weight = min(abs(doublings) * SHADE_A_STEP, 0.6)
+    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(part + (target - part) * weight):02X}" for part in parts)
+
+
+def use_paper_style(column: str = "single") -> None:
+    """Set matplotlib's defaults for a paper: `single` or `double` column width, embedded fonts, 8-point text."""
+    import matplotlib as mpl
+
+    if column not in WIDTHS_IN:
+        raise ValueError(f"column: expected one of {', '.join(WIDTHS_IN)}, found {column!r}")
+    width = WIDTHS_IN[column]
+    mpl.rcParams.update(
+        {**STYLE, "font.size": 8, "figure.figsize": (width, width * 0.62 if width > 4 else width * 0.75)}
+    )
+
+
+def add_footer(figure: Figure, text: str) -> None:
+    """One line of provenance under the figure, without a date."""
+    figure.get_layout_engine().set(rect=(0, 0.035, 1, 0.965))  # type: ignore[union-attr]
+    figure.text(0.008, 0.01, text, fontsize=5.5, color="#777777", ha="left", va="bottom")
+
+
+def save_figure(figure: Figure, stem: Path, kinds: Iterable[str] = FORMATS) -> list[Path]:
+    """Write PDF, SVG and PNG beside each other; the same figure gives the same bytes."""
+    import matplotlib as mpl
+
+    metadata: dict[str, dict[str, Any]] = {
+        "pdf": {"CreationDate": None, "ModDate": None, "Creator": "kvarena", "Subject": "schema_version 1"},
+        "svg": {"Date": None, "Creator": "kvarena", "Description": "schema_version 1"},
+        "png": {"Software": "kvarena", "Description": "schema_version 1"},
+    }
+    paths = []
+    with mpl.rc_context(STYLE):
+        for kind in kinds:
+            path = stem.with_name(f"{stem.name}.{kind}")
+            figure.savefig(path, format=kind, metadata=metadata[kind])
+            paths.append(path)
+    return paths
