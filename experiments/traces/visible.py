@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from kvarena.experiments.traces.base import Outputs, Request, Visible
@@ -57,17 +57,16 @@ class VisibleMeasure:
         self.returned = 0
         self.sessions = False
         self.publish_time = False
-        self._grain = 1
         self._hasher = PrefixHasher()
-        self._scopes: dict[str | None, _Replies] = {}
+        self._scopes: dict[Any, _Replies] = {}
         self._output_owner: dict[int, int] = {}
         self._returned_replies: set[int] = set()
-        self._first_seen = np.zeros(0)
-        self._key_seen: dict[tuple[int, int], float] = {}
+        self._first_seen = np.zeros(1024)
+        self._known_ids = 0
+        self._key_seen: dict[Any, float] = {}
 
     def feed(self, request: Request, time_s: float | None) -> None:
         """Takes one request; time_s None = the trace has no arrival times."""
-        self._grain = request.grain
         self.sessions = self.sessions or request.session_id is not None
         if request.hash_ids is not None:
             self._feed_ids(request, request.hash_ids, time_s)
@@ -85,10 +84,10 @@ class VisibleMeasure:
     def _feed_ids(self, request: Request, ids: NDArray[np.int32], time_s: float | None) -> None:
         if self._output_owner and (self.exhaustive or not self.returned):
             self._mark_returned({self._output_owner[i] for i in ids.tolist() if i in self._output_owner})
-        known = len(self._first_seen)
-        if time_s is not None:
+        known = self._known_ids
+        if time_s is not None and not self.publish_time:
             old = ids[ids < known]
-            self.publish_time = self.publish_time or bool((self._first_seen[old] >= time_s - IN_FLIGHT_S).any())
+            self.publish_time = bool((self._first_seen[old] >= time_s - IN_FLIGHT_S).any())
         if request.output_ids is not None and len(request.output_ids):
             self._own(request.output_ids, max(known, int(ids.max()) + 1))
         self._see(int(ids.max()) + 1, time_s)
@@ -101,28 +100,40 @@ class VisibleMeasure:
         self.replies += 1
 
     def _see(self, count: int, time_s: float | None) -> None:
-        grown = count - len(self._first_seen)
-        if grown > 0:
-            self._first_seen = np.concatenate([self._first_seen, np.full(grown, time_s or 0.0)])
+        if count > len(self._first_seen):  # twice the room each time: a copy per request would be quadratic
+            room = np.zeros(max(count, 2 * len(self._first_seen)))
+            room[: self._known_ids] = self._first_seen[: self._known_ids]
+            self._first_seen = room
+        self._first_seen[self._known_ids : count] = time_s or 0.0
+        self._known_ids = max(self._known_ids, count)
 
     def _feed_tokens(self, request: Request, tokens: NDArray[np.int32], time_s: float | None) -> None:
         outputs = request.output_ids
+        if self._known_already(outputs):
+            self.replies += outputs is not None and len(outputs) > 0
+            return
         whole = tokens if outputs is None else np.concatenate([tokens, outputs])
         hashes = self._hasher.hashes(whole)
         if time_s is not None and not self.publish_time:
-            self._feed_keys(hashes[: len(tokens)], time_s)
-        scope = self._scopes.setdefault(request.session_id, _Replies())
-        if scope.owner and (self.exhaustive or not self.returned):
+            self._feed_keys(hashes[: len(tokens)], time_s, request.namespace)
+        where = (request.namespace, request.session_id)
+        scope = self._scopes.get(where)
+        if scope is not None and (self.exhaustive or not self.returned):
             self._mark_returned(scope.contained_in(hashes[: len(tokens)]))
         if outputs is not None and len(outputs):
-            scope.add(len(whole), hashes[-1], self.replies)
+            self._scopes.setdefault(where, _Replies()).add(len(whole), hashes[-1], self.replies)
             self.replies += 1
 
-    def _feed_keys(self, hashes: NDArray[np.uint64], time_s: float) -> None:
+    def _known_already(self, outputs: NDArray[np.int32] | None) -> bool:
+        """Whether this request can change no answer, so that its tokens need no hashing."""
+        no_replies = outputs is None and not self._scopes
+        return not self.exhaustive and self.publish_time and (self.returned > 0 or no_replies)
+
+    def _feed_keys(self, hashes: NDArray[np.uint64], time_s: float, namespace: Any) -> None:
         """Prefixes at 16, 32, 64 ... tokens stand for all: a few keys a request, whatever its length."""
         length = _SHORTEST_SHARED
         while length <= len(hashes):
-            key = (length, int(hashes[length - 1]))
+            key = (namespace, length, int(hashes[length - 1]))
             if key not in self._key_seen:
                 self._key_seen[key] = time_s
             elif self._key_seen[key] >= time_s - IN_FLIGHT_S:

@@ -1,0 +1,91 @@
+"""Damaged files, cut at each byte or with each bit flipped: right rows or one ValueError, never more."""
+
+import gzip
+import json
+
+import pytest
+from kvarena.experiments.traces import load_trace
+from support.traces import mooncake_row
+
+FILES = {
+    "mooncake": [mooncake_row(3000, 600, [7, 8]), mooncake_row(0, 4, [7], session_id="é"), mooncake_row(9, 5, [2**40])],
+    "hashes": [
+        mooncake_row(0.5, 20, [1, 2], output_hash_ids=[3]) | {"output_length": 12},
+        mooncake_row(2, 20, [1, 4], output_hash_ids=[]),
+    ],
+    "tokens": [{"token_ids": [1, 2], "output_ids": [3], "arrival_s": 0.25}, {"token_ids": [1], "arrival_s": 1}],
+    "servingsim": [
+        {"input_toks": 1, "output_toks": 1, "arrival_time_ns": 5, "input_tok_ids": [9], "output_tok_ids": [8]}
+    ],
+}
+
+
+def content(name):
+    return "".join(json.dumps(row) + "\n" for row in FILES[name]).encode()
+
+
+def outcome(path, data):
+    """What loading gives: a list of plain values per request, or the error's text."""
+    path.write_bytes(data)
+    try:
+        return [
+            (r.request_id, r.arrival_s, r.num_output_tokens, r.session_id, r.prompt_ids().tolist())
+            for r in load_trace(path)
+        ]
+    except ValueError as error:
+        return str(error) if path.name in str(error) else pytest.fail(f"no file name in {error}")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_cut_at_each_byte_a_file_gives_its_first_rows_or_an_error(tmp_path, name):
+    path, data = tmp_path / "t.jsonl", content(name)
+    lines = data.splitlines(keepends=True)
+    whole = {outcome_key(outcome(path, b"".join(lines[:n]))) for n in range(len(lines) + 1)}
+    for size in range(len(data)):
+        found = outcome(path, data[:size])
+        assert isinstance(found, str) or outcome_key(found) in whole
+
+
+def outcome_key(found):
+    return json.dumps(found)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_cut_at_each_byte_a_gzip_file_is_an_error(tmp_path, name):
+    path, data = tmp_path / "t.jsonl.gz", gzip.compress(content(name))
+    assert isinstance(outcome(path, data), list)
+    for size in range(len(data)):
+        assert isinstance(outcome(path, data[:size]), str)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_with_each_bit_flipped_a_gzip_file_reads_the_same_or_is_an_error(tmp_path, name):
+    path, data = tmp_path / "t.jsonl.gz", gzip.compress(content(name))
+    right = outcome(path, data)
+    for flipped in each_flip(data):
+        assert outcome(path, flipped) == right or isinstance(outcome(path, flipped), str)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_with_each_bit_flipped_a_file_reads_as_valid_rows_or_is_an_error(tmp_path, name):
+    path = tmp_path / "t.jsonl"
+    for flipped in each_flip(content(name)):
+        found = outcome(path, flipped)
+        if isinstance(found, list):
+            arrivals = [arrival for _, arrival, *_ in found]
+            assert arrivals == sorted(arrivals)
+            assert arrivals[0] == 0.0
+            assert all(prompt and min(prompt) >= 0 for *_, prompt in found)
+
+
+def each_flip(data):
+    for index in range(len(data)):
+        for bit in range(8):
+            yield data[:index] + bytes([data[index] ^ (1 << bit)]) + data[index + 1 :]
+
+
+def test_trailing_bytes_after_gzip_data_are_an_error(tmp_path):
+    data = gzip.compress(content("tokens"))
+    assert isinstance(outcome(tmp_path / "t.jsonl.gz", data + b"junk"), str)
+    two = outcome(tmp_path / "t.jsonl.gz", data + gzip.compress(b'{"token_ids":[5],"arrival_s":2}\n'))
+    assert len(two) == 3
