@@ -57,7 +57,7 @@ def _load(config: Config, seed: int, source: Any) -> Workload:
     requests = list(trace)[: asked.requests]
     tokens_per_id = 1
     if asked.unit == "ids":
-        requests, tokens_per_id = _as_ids(requests), trace.visible.grain
+        requests, tokens_per_id = as_ids(requests), trace.visible.grain
     elif config.engine.outputs == "replay" and trace.visible.grain > 1:
         raise ConfigError(
             "engine.outputs",
@@ -68,7 +68,7 @@ def _load(config: Config, seed: int, source: Any) -> Workload:
     return Workload(seed, trace, requests, reuse, tokens_per_id, longest, name)
 
 
-def _as_ids(requests: list[Request]) -> list[Request]:
+def as_ids(requests: list[Request]) -> list[Request]:
     """Each hash id as one token: the trace at its own grain."""
     from dataclasses import replace
 
