@@ -80,9 +80,10 @@ class Request:
             raise ValueError(
                 f"request {self.request_id}: id {int(self.hash_ids.max())} x {self.grain} tokens passes 2^31 tokens"
             )
-        starts = self.hash_ids.astype(np.int32) * np.int32(self.grain)
-        tokens = (starts[:, None] + np.arange(self.grain, dtype=np.int32)).reshape(-1)
-        return tokens[: self.num_prompt_tokens]
+        tokens: NDArray[np.int32] = np.add.outer(
+            self.hash_ids * np.int32(self.grain), np.arange(self.grain, dtype=np.int32)
+        )
+        return tokens.reshape(-1)[: self.num_prompt_tokens]
 
     def reply_ids(self) -> NDArray[np.int32] | None:
         """Token ids of the reply, int32 [num_output_tokens]; None when the trace has none at token grain."""

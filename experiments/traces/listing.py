@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvarena.experiments.traces.catalog import KNOWN, find
+from kvarena.experiments.traces import catalog
 
 
 def listing() -> list[dict[str, str]]:
@@ -18,8 +18,8 @@ def listing() -> list[dict[str, str]]:
         {"name": name, "state": "built in", "licence": "Apache-2.0", "about": workloads.about(name), "where": ""}
         for name in workloads.NAMES
     ]
-    for known in KNOWN:
-        path = find(known)
+    for known in catalog.KNOWN:
+        path = catalog.find(known)
         state = "held" if path else "fetchable" if known.url else "by hand"
         where = str(path) if path else known.url or known.how
         rows.append(

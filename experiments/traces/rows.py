@@ -105,7 +105,7 @@ class Row:
         }
 
     def _list(self, field: str) -> list[Any]:
-        value = self.fields.get(field)
+        value: Any = self.fields.get(field)
         if hasattr(value, "tolist"):  # NumPy array, as a DataFrame cell may hold
             value = value.tolist()
         if isinstance(value, tuple):

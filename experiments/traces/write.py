@@ -19,7 +19,11 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as stream:
+        stream = partial.open("wb")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror or error})") from None
+    try:
+        with stream:
             yield stream
         partial.replace(path)
     except OSError as error:

@@ -64,13 +64,13 @@ def test_plain_lru_equals_the_reference_file_to_the_digit(kind):
 
 
 @pytest.mark.parametrize(
-    ("name", "requests", "mean_input", "whole", "last_half"),
+    ("name", "requests", "mean_input", "whole", "last_half", "spread"),
     [
-        ("conversation_trace.jsonl", 12_031, 12_035, 0.3736, 0.3981),
-        ("synthetic_trace.jsonl", 3_993, 15_325, 0.6512, 0.863),
+        ("conversation_trace.jsonl", 12_031, 12_035, 0.3736, 0.3981, 2e-4),
+        ("synthetic_trace.jsonl", 3_993, 15_325, 0.6512, 0.863, 5e-4),
     ],
 )
-def test_mooncake_facts_and_ceilings(name, requests, mean_input, whole, last_half):
+def test_mooncake_facts_and_ceilings(name, requests, mean_input, whole, last_half, spread):
     trace = load_trace(public_file(name))
     found = describe(trace)
     assert trace.visible.outputs == "none"
@@ -81,8 +81,8 @@ def test_mooncake_facts_and_ceilings(name, requests, mean_input, whole, last_hal
     assert own["token_hit_rate"] == pytest.approx(whole, abs=5e-5)
     assert own["token_hit_rate_last_half"] == pytest.approx(last_half, abs=5e-4)
     finest = max(row["token_hit_rate"] for row in found["ceilings"])
-    # Page size moves the ceiling of this trace by 0.02 points at most: it cannot show rounding.
-    assert finest - min(row["token_hit_rate"] for row in found["ceilings"]) < 2e-4
+    # Page size moves the ceiling of these traces by 0.02 and 0.05 points at most: they cannot show rounding.
+    assert finest - min(row["token_hit_rate"] for row in found["ceilings"]) < spread
 
 
 @pytest.mark.parametrize(
