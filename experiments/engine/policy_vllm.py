@@ -1,0 +1,237 @@
+"""The `vllm` policy: scheduling rules of vLLM 0.32.0 (v1), over any allocator.
+
+One token budget a step. Running requests go first, in order of admission; a request out of room throws back
+the last of the running list, which goes to the front of the waiting queue. Then, if nothing was thrown back,
+waiting requests are admitted in order, until one does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from kvarena.allocators.interface import Gate, KVAllocator, Pin, Release
+from kvarena.experiments.engine.order import WaitingOrder
+from kvarena.experiments.engine.request import End, EngineRequest, State
+from kvarena.experiments.engine.scheduler import Sample, Scheduled, Scheduler, SchedulerConfig, StepPlan, launched
+
+
+class VllmScheduler(Scheduler):
+    """vLLM 0.32.0: first come first served, prefix caching, preemption by recompute."""
+
+    name = "vllm"
+
+    def __init__(self, allocator: KVAllocator, config: SchedulerConfig) -> None:
+        super().__init__(allocator, config)
+        if config.max_num_batched_tokens < config.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {config.max_num_batched_tokens} is less than max_num_seqs "
+                f"{config.max_num_seqs}: a step could not decode everybody"
+            )
+        self.running: list[EngineRequest] = []
+        self.order = WaitingOrder(allocator, config)
+        self._budget = 0
+        self._cap = 0
+        # vLLM 0.32.0 counts the null block in: watermark x (usable + 1).
+        self._watermark = int(config.watermark * (allocator.num_pages + 1))
+        self._in_flight = False
+
+    @property
+    def running_requests(self) -> list[EngineRequest]:
+        return self.running
+
+    def admissible(self, request: EngineRequest) -> str:
+        if self.config.limits == "upstream":
+            return ""
+        return self._too_long(request) or self._never_fits(request)
+
+    def _too_long(self, request: EngineRequest) -> str:
+        tokens, longest, budget = request.num_tokens, self.config.max_model_len, self.config.max_num_batched_tokens
+        if tokens >= longest:
+            return f"request {request.id}: {tokens} tokens leave no room to generate in max_model_len {longest}"
+        if not self.config.chunked_prefill and tokens > budget:
+            return f"request {request.id}: {tokens} tokens, max_num_batched_tokens {budget} without chunked prefill"
+        return ""
+
+    def _never_fits(self, request: EngineRequest) -> str:
+        need, pages = self.pages_of(request.num_tokens), self.allocator.num_pages
+        if need <= pages:
+            return ""
+        size = self.allocator.page_size
+        return (
+            f"request {request.id} needs {need} pages ({request.num_tokens} tokens, page_size {size}): pool of {pages}"
+        )
+
+    def schedule(self) -> StepPlan:
+        plan = self._pass()
+        while not plan.batch and not plan.preempted and not self._in_flight and self._unblock():
+            plan = self._pass()
+        self._in_flight = bool(plan.batch) and self.config.result_lag == 1
+        return plan
+
+    def _pass(self) -> StepPlan:
+        plan = StepPlan()
+        self._budget = self.config.max_num_batched_tokens
+        self._cap = self._chunk_cap()
+        self._run(plan)
+        if not plan.preempted:
+            self._admit(plan)
+        return plan
+
+    def _chunk_cap(self) -> int:
+        """Tokens one request may take in this step; 0 for no cap. A lone request has none."""
+        cap, present = self.config.chunk_size or 0, len(self.running) + len(self.waiting)
+        if not cap or present <= 1:
+            return 0
+        return max(cap, self.config.max_num_batched_tokens // present) if self.config.adaptive_cap else cap
+
+    def _run(self, plan: StepPlan) -> None:
+        index = 0
+        while index < len(self.running) and self._budget > 0:
+            request = self.running[index]
+            n = self._demand(request)
+            if n > 0 and not self._take(request, n, plan):
+                return
+            index = self._after(request, index)
+
+    def _after(self, request: EngineRequest, index: int) -> int:
+        """Index of the request behind `request`; order `priority` may have thrown back ones in front of it."""
+        index = min(index, len(self.running) - 1)
+        while self.running[index] is not request:
+            index -= 1
+        return index + 1
+
+    def _demand(self, request: EngineRequest) -> int:
+        """Tokens that a running request wants now; 0 when it has to sit out."""
+        holes = request.num_in_flight
+        if holes and request.num_computed + 2 - holes >= request.seq.num_prompt_tokens + request.max_tokens:
+            return 0  # its last token is in flight
+        n = self._cut(request.num_tokens + holes - request.num_computed)
+        return min(n, self.config.max_model_len - request.num_computed - 1)
+
+    def _cut(self, n: int) -> int:
+        return min(n, self._cap or n, self._budget)
+
+    def _take(self, request: EngineRequest, n: int, plan: StepPlan) -> bool:
+        """Slots for n tokens, throwing back others until they are there. False: it was thrown back itself."""
+        while not self.try_reserve([(request, n)]):
+            victim = self._victim()
+            self._preempt(victim, plan)
+            if victim is request:
+                return False
+        self._launch(request, n, plan)
+        return True
+
+    def _launch(self, request: EngineRequest, n: int, plan: StepPlan) -> None:
+        samples = request.num_computed + n >= request.num_tokens + request.num_in_flight
+        plan.batch.append(launched(request, n, samples))
+        self._budget -= n
+
+    def _victim(self) -> EngineRequest:
+        if self.config.order != "priority":
+            return self.running[-1]
+        return max(reversed(self.running), key=lambda request: (request.priority, request.arrival_s))
+
+    def _preempt(self, victim: EngineRequest, plan: StepPlan) -> None:
+        self.running.remove(victim)
+        entry = next((entry for entry in plan.batch if entry.request is victim), None)
+        if entry is not None:  # order `priority` alone: it was scheduled in this very step
+            plan.batch.remove(entry)
+            self._budget += entry.num_new
+        # Pages that this step published for it will never be computed: ABORT takes their hash away.
+        self._throw_back(victim, Release.PREEMPT if entry is None else Release.ABORT)
+        self.waiting.appendleft(victim)
+        plan.preempted.append(victim)
+
+    def _admit(self, plan: StepPlan) -> None:
+        limit = self.config.max_num_active_seqs or self.config.max_num_seqs
+        if not (self.waiting and self._budget > 0 and len(self.running) < limit):
+            return
+        self.order.arrange(self.waiting)
+        while self.waiting and self._budget > 0 and len(self.running) < limit:
+            if not self._admit_head(plan):
+                return
+
+    def _admit_head(self, plan: StepPlan) -> bool:
+        """Admit the head of the queue, or leave it and everything behind it where it stands."""
+        request = self.waiting[0]
+        pin = self._pin(request)
+        if pin is None:
+            return False
+        rest = request.num_tokens - pin.hit_tokens
+        n = min(rest, self._cap or rest)
+        if not self.config.chunked_prefill and n > self._budget:
+            self.allocator.release([request.seq], Release.ABORT)
+            return False
+        n = min(n, self._budget)
+        request.num_computed = pin.hit_tokens
+        if not self.try_reserve([(request, n)]):
+            request.num_computed = 0
+            return False
+        self.waiting.popleft()
+        self.running.append(request)
+        request.state = State.RUNNING
+        request.hits.append(pin.hit_tokens)
+        plan.admitted.append(request)
+        self._launch(request, n, plan)
+        return True
+
+    def _pin(self, request: EngineRequest) -> Pin | None:
+        """Look the head of the queue up; the watermark counts only while others run (vLLM 0.32.0)."""
+        request.seq.resume()
+        request.seq.num_prefill_tokens = min(request.num_tokens, self.config.max_model_len)
+        headroom = self._watermark if self.running else 0
+        return self.allocator.pin(request.seq, Gate(whole_prompt=self.config.whole_prompt_gate, headroom=headroom))
+
+    def _unblock(self) -> bool:
+        """Nothing can run and nothing would ever change: end what is in the way. False: nothing is."""
+        if self.running:
+            request = self.running.pop(0)
+            self.allocator.release([request.seq], Release.FINISH)
+            self.reject(request, self._too_long(request))
+        elif self.waiting:
+            request = self.waiting.popleft()
+            self.reject(request, self._too_long(request) or self._never_fits(request) or self._refused(request))
+        else:
+            return False
+        return True
+
+    def _refused(self, request: EngineRequest) -> str:
+        pages, size = self.allocator.num_pages, self.allocator.page_size
+        return (
+            f"request {request.id} ({request.num_tokens} tokens) is refused by an idle pool of {pages} pages of {size}"
+        )
+
+    def update(self, plan: StepPlan, samples: Seq[Sample | None]) -> list[EngineRequest]:
+        finished = []
+        for entry, sample in zip(plan.batch, samples, strict=True):
+            request = entry.request
+            if request.done:
+                continue  # it ended by a stop token while this step ran
+            end = self._append_sample(entry, sample)
+            if entry.stale:
+                if end is not None:  # it ended while it waits, and holds nothing
+                    self.waiting.remove(request)
+                    request.state, request.end = State.FINISHED, end
+                    finished.append(request)
+                continue
+            if self.config.result_lag:
+                request.seq.num_computed_tokens = request.num_computed  # so it knows that this result is a late one
+            self.allocator.commit([(request.seq, entry.end)])
+            if end is not None:
+                self._finish(request, end)
+                finished.append(request)
+        if finished:
+            self.running = [request for request in self.running if not request.done]
+        return finished
+
+    def _append_sample(self, entry: Scheduled, sample: Sample | None) -> End | None:
+        if sample is None:
+            return None
+        request = entry.request
+        request.seq.append(sample.token)
+        if not entry.stale:
+            request.num_in_flight -= 1
+        if sample.stop:
+            return End.STOP
+        full = request.num_tokens >= self.config.max_model_len or request.num_output >= request.max_tokens
+        return End.LENGTH if full else None

@@ -1,0 +1,125 @@
+"""One request as the engine and its scheduler see it.
+
+The true output is not here: it stands with the executor, which hands out one token at a time. A scheduler
+knows the prompt, the tokens generated so far, and the declared limit `max_tokens`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvarena.allocators.interface import Sequence
+
+
+class State(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+    REJECTED = "rejected"
+
+
+class End(enum.Enum):
+    """Why a request ended.
+
+    STOP      it generated its last token (end of sequence)
+    LENGTH    it generated max_tokens, or reached max_model_len
+    POOL      alone in the pool, it needs one page more than there are
+    REJECTED  it can never be served; `EngineRequest.message` has the numbers
+    ABORTED   the caller withdrew it
+    """
+
+    STOP = "stop"
+    LENGTH = "length"
+    POOL = "pool"
+    REJECTED = "rejected"
+    ABORTED = "aborted"
+
+
+@dataclass(slots=True, eq=False)
+class EngineRequest:
+    """A request in the engine.
+
+    seq             its tokens; the allocator's handle
+    max_tokens      tokens that it may generate at most, as the scheduler is told (after any cut)
+    requested       max_tokens as it came in
+    arrival_s       seconds on the engine's clock
+    priority        smaller goes first; used by order `priority` alone
+    num_computed    tokens scheduled so far, those in flight included (ahead of seq.num_computed_tokens with lag)
+    num_in_flight   tokens sampled by launched steps whose results are not in yet
+    epoch           raised by every preemption, so that a result of before is told apart
+    hits            hit tokens of each admission, the first one first
+    """
+
+    seq: Sequence
+    max_tokens: int
+    requested: int = -1
+    arrival_s: float = 0.0
+    priority: int = 0
+    state: State = State.WAITING
+    num_computed: int = 0
+    num_in_flight: int = 0
+    epoch: int = 0
+    num_preemptions: int = 0
+    recomputed_tokens: int = 0
+    hits: list[int] = field(default_factory=list)
+    end: End | None = None
+    message: str = ""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"request {self.id}: max_tokens is {self.max_tokens}, expected at least 1")
+        if self.requested < 0:
+            self.requested = self.max_tokens
+
+    @property
+    def id(self) -> str:
+        return self.seq.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far, prompt and generated."""
+        return self.seq.num_tokens
+
+    @property
+    def num_output(self) -> int:
+        """Generated tokens known so far."""
+        return self.seq.num_tokens - self.seq.num_prompt_tokens
+
+    @property
+    def done(self) -> bool:
+        return self.end is not None
+
+    @property
+    def cut(self) -> bool:
+        """It ended by a limit below what was asked for."""
+        short = self.num_output < self.requested
+        return self.end is End.POOL or (self.end is End.LENGTH and short)
+
+    def throw_back(self) -> None:
+        """After a preemption: nothing is computed, what is in flight is stale."""
+        self.recomputed_tokens += self.seq.num_computed_tokens
+        self.num_computed = 0
+        self.num_in_flight = 0
+        self.num_preemptions += 1
+        self.epoch += 1
+        self.state = State.PREEMPTED
+
+
+def make_request(
+    request_id: str,
+    tokens: Any,
+    max_tokens: int,
+    *,
+    arrival_s: float = 0.0,
+    priority: int = 0,
+    namespace: Hashable = None,
+) -> EngineRequest:
+    """A request from token ids. Raises ValueError for an empty prompt or max_tokens below 1."""
+    seq = Sequence(request_id, tokens, namespace=namespace)
+    return EngineRequest(seq, max_tokens, arrival_s=arrival_s, priority=priority)

@@ -1,0 +1,213 @@
+"""What both scheduling policies share: limits, the plan of a step, queues, arrivals, ends.
+
+A step: `schedule()` gives a `StepPlan` and takes its slots from the allocator; an executor runs it; `update()`
+brings the sampled tokens back, commits, and ends what is finished. With `result_lag` 1 the update of a step
+comes after the next one is scheduled.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvarena.allocators.interface import KVAllocator, Release
+from kvarena.experiments.engine.request import End, EngineRequest, State
+
+Order = Literal["fcfs", "lpm", "dfs-weight", "priority"]
+ORDERS: tuple[str, ...] = ("fcfs", "lpm", "dfs-weight", "priority")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits and options of a scheduler; each policy reads those it knows.
+
+    max_num_batched_tokens  tokens a step (vllm); prompt tokens of a prefill batch (sglang)
+    max_num_seqs            requests that run at once
+    max_model_len           tokens of a prompt and its output together, at most
+    chunked_prefill         a prompt may be computed in pieces
+    chunk_size              tokens: cap of one request's chunk while others are there (vllm); prompt tokens
+                            of a whole pass (sglang; None: max_num_batched_tokens)
+    result_lag              1: a step is scheduled before the result of the one before is known
+    order                   order of the waiting queue
+    prefix_deferral         sglang: requests that share 32 uncached tokens with one ahead of them go last
+                            (None: on for lpm alone, as upstream)
+    limits                  `exact`: what can never fit is rejected on arrival and prompt + output may reach
+                            max_model_len; `upstream`: the upstream's own arrival rules, and what would block
+                            the queue for ever is rejected when it does
+    watermark               vllm: share of the pool that an admission leaves free while others run
+    whole_prompt_gate       vllm: a prompt is admitted only if all of it fits now
+    max_num_active_seqs     vllm: replaces max_num_seqs at admission
+    adaptive_cap            vllm: chunk cap = max(cap, budget // requests)
+    conservativeness        sglang: scales the share of declared output that running requests reserve
+    """
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 128
+    max_model_len: int = 8192
+    chunked_prefill: bool = True
+    chunk_size: int | None = None
+    result_lag: Literal[0, 1] = 0
+    order: Order = "fcfs"
+    prefix_deferral: bool | None = None
+    limits: Literal["exact", "upstream"] = "exact"
+    watermark: float = 0.0
+    whole_prompt_gate: bool = True
+    max_num_active_seqs: int | None = None
+    adaptive_cap: bool = False
+    conservativeness: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "chunk_size", "max_num_active_seqs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, found {value}")
+        for name, allowed in (("order", ORDERS), ("result_lag", (0, 1)), ("limits", ("exact", "upstream"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: expected one of {allowed}, found {getattr(self, name)!r}")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"watermark: expected 0 <= watermark < 1, found {self.watermark}")
+        if self.conservativeness < 0:
+            raise ValueError(f"conservativeness: expected at least 0, found {self.conservativeness}")
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """A request's part of a step: tokens [num_before, num_before + num_new) are computed.
+
+    samples  its last token yields a new one; False for a chunk in the middle of a prompt
+    epoch    the request's epoch when it was scheduled
+    """
+
+    request: EngineRequest
+    num_new: int
+    num_before: int
+    samples: bool
+    epoch: int
+
+    @property
+    def end(self) -> int:
+        return self.num_before + self.num_new
+
+    @property
+    def stale(self) -> bool:
+        """The request was preempted or ended after this was launched."""
+        return self.request.done or self.request.epoch != self.epoch
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step computes, in batch order, and what scheduling it did to the queues."""
+
+    kind: Literal["mixed", "prefill", "decode", "idle"] = "mixed"
+    batch: list[Scheduled] = field(default_factory=list)
+    admitted: list[EngineRequest] = field(default_factory=list)
+    preempted: list[EngineRequest] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_new for entry in self.batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A sampled token; `stop`: the request's own end (end of sequence)."""
+
+    token: int
+    stop: bool = False
+
+
+class Scheduler(ABC):
+    """Common part of the two policies. The engine calls `add`, `schedule`, `update` in turn."""
+
+    name: str
+
+    def __init__(self, allocator: KVAllocator, config: SchedulerConfig) -> None:
+        self.allocator = allocator
+        self.config = config
+        self.waiting: deque[EngineRequest] = deque()
+        # Requests that ended outside `update` (rejected, or out of pool), until `drain_ended`.
+        self._ended: list[EngineRequest] = []
+
+    @abstractmethod
+    def schedule(self) -> StepPlan:
+        """Plan one step and reserve its slots. An empty batch: nothing can run now."""
+
+    @abstractmethod
+    def update(self, plan: StepPlan, samples: Seq[Sample | None]) -> list[EngineRequest]:
+        """Results of a plan, one per batch entry (None: the entry samples nothing). Returns what finished."""
+
+    @property
+    @abstractmethod
+    def running_requests(self) -> list[EngineRequest]:
+        """Admitted and unfinished requests, in the policy's own order."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running_requests)
+
+    def add(self, request: EngineRequest) -> None:
+        """A request arrives: checked against the limits, then it waits."""
+        message = self.admissible(request)
+        if message:
+            self.reject(request, message)
+        else:
+            self.waiting.append(request)
+
+    @abstractmethod
+    def admissible(self, request: EngineRequest) -> str:
+        """Empty if the request can be served when it is alone, else why not, with the numbers."""
+
+    def reject(self, request: EngineRequest, message: str) -> None:
+        """End a request that holds nothing and can never be served: cut short if it has output, else rejected."""
+        if request.num_output:
+            request.state, request.end = State.FINISHED, End.POOL
+        else:
+            request.state, request.end = State.REJECTED, End.REJECTED
+        request.message = message
+        self._ended.append(request)
+
+    def drain_ended(self) -> list[EngineRequest]:
+        """Requests that ended while a step was scheduled or at arrival, since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def pool_tokens(self) -> int:
+        return self.allocator.num_pages * self.allocator.page_size
+
+    def pages_of(self, tokens: int) -> int:
+        return -(-tokens // self.allocator.page_size)
+
+    def available_pages(self) -> int:
+        """Pages that can be taken now: free, or evictable."""
+        free, evictable = self.allocator.room()
+        return free + evictable
+
+    def try_reserve(self, wants: Iterable[tuple[EngineRequest, int]]) -> bool:
+        """Slots for n more tokens of each request, all or nothing."""
+        pairs = []
+        for request, n in wants:
+            request.seq.num_computed_tokens = request.num_computed
+            pairs.append((request.seq, n))
+        return self.allocator.reserve(pairs) is not None
+
+    def _throw_back(self, request: EngineRequest, reason: Release = Release.PREEMPT) -> None:
+        self.allocator.release([request.seq], reason)
+        request.throw_back()
+
+    def _finish(self, request: EngineRequest, end: End) -> None:
+        """End a request that holds pages; what of it has KV stays cached."""
+        request.seq.num_computed_tokens = min(request.num_computed, request.num_tokens)
+        self.allocator.release([request.seq], Release.FINISH)
+        request.state, request.end = State.FINISHED, end
+
+
+def launched(request: EngineRequest, num_new: int, samples: bool) -> Scheduled:
+    """The plan entry of a request whose slots are taken; moves the request on."""
+    entry = Scheduled(request, num_new, request.num_computed, samples, request.epoch)
+    request.num_computed += num_new
+    request.num_in_flight += samples
+    return entry
