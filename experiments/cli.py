@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from kvarena.experiments.commands import add_commands
+from kvarena.experiments.traces.cli import trace_app
 
 app = typer.Typer(
     name="kvarena",
@@ -14,6 +16,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+app.add_typer(trace_app)
 
 
 def run() -> None:
@@ -33,10 +38,20 @@ def main() -> None:
     """Compare KV-cache allocators of LLM servers."""
 
 
+add_commands(app)
+
+
 @app.command(epilog="Example: kvarena scenario tests/golden/scenarios --allocator token --page-size 16 --out out/logs")
 def scenario(
     path: Annotated[Path, typer.Argument(help="A scenario file, or a folder of them.", exists=True)],
-    allocator: Annotated[str, typer.Option(help="Which design decides: block or token.")] = "block",
+    allocator: Annotated[
+        str | None, typer.Option(help="Which design decides: block or token; default block, or the scheduler's own.")
+    ] = None,
+    scheduler: Annotated[
+        str | None, typer.Option(help="Run scheduler scenarios (kv-sched/1) through this policy: vllm or sglang.")
+    ] = None,
+    lag: Annotated[int | None, typer.Option(help="Scheduler: result lag, 0 or 1, in place of the scenario's.")] = None,
+    order: Annotated[str, typer.Option(help="Scheduler: waiting order, fcfs, lpm, dfs-weight or priority.")] = "fcfs",
     out: Annotated[Path | None, typer.Option(help="File or folder for decision logs; stdout when left out.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens a page, in place of the scenario's own.", min=1)] = None,
     admission: Annotated[str, typer.Option(help="Room test: exact, or sglang's scheduler rule.")] = "exact",
@@ -48,6 +63,13 @@ def scenario(
 
     from kvarena.experiments import scenarios as sc
 
+    if scheduler is not None:
+        from kvarena.experiments.engine.scenario import write_sched_logs
+
+        options = {"allocator": allocator, "lag": lag, "order": order, "page_size": page_size, "check": check}
+        write_sched_logs(path, scheduler, out, **options)
+        return
+    allocator = allocator or "block"
     if allocator not in ("block", "token"):
         raise ValueError(f"--allocator: expected block or token, found {allocator!r}")
     if admission not in ("exact", "sglang"):
