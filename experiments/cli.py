@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from kvarena.experiments.traces.cli import trace_app
 from kvarena.experiments.commands import add_commands
 from kvarena.experiments.traces.cli import trace_app
 
@@ -16,6 +17,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+app.add_typer(trace_app)
 
 
 app.add_typer(trace_app)
