@@ -287,18 +287,26 @@ def _load_query(q_desc, q_s, q_full, q_empty, phase, first, head, GROUP: gl.cons
 @gluon.jit
 def _box_rows(
     entries, block, last_box, head_rows, PAGE: gl.constexpr, TPE: gl.constexpr, ROWS_A_PAGE: gl.constexpr,
-    BOX: gl.constexpr,
+    BOX: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
-    """Row in the pool's [rows, cols] view of each TMA box of a KV block, as a tuple of BLOCK / BOX scalars."""
+    """Row in the pool's [rows, cols] view of each TMA box of a KV block, as a tuple of BLOCK / BOX scalars.
+
+    CLAMP: the sequence may end inside the block; boxes past its last one repeat it.
+    """
     rows = ()
     for i in gl.static_range(BLOCK // BOX):
-        position = gl.minimum(block * BLOCK + i * BOX, last_box)
-        entry = gl.load(entries + position // TPE)
+        position = block * BLOCK + i * BOX
+        if CLAMP:
+            position = gl.minimum(position, last_box)
         if TPE == 1:
-            row = entry // PAGE * ROWS_A_PAGE + entry % PAGE
+            row = gl.load(entries + position)
+            if ROWS_A_PAGE != PAGE:
+                row = row // PAGE * ROWS_A_PAGE + row % PAGE
         else:
-            row = entry * ROWS_A_PAGE + position % PAGE
-        rows = (*rows, row + head_rows)
+            row = gl.load(entries + position // TPE) * ROWS_A_PAGE
+            if PAGE > BOX:
+                row += position % PAGE
+        rows = rows + (row + head_rows,)  # noqa: RUF005 - starred tuples are no Triton
     return rows
 
 
@@ -327,48 +335,57 @@ def _produce_boxes(
         entries = entries_ptr + row.to(gl.int64) * stride_entries
         last_box = gl.maximum(seq_len - 1, 0) // BOX * BOX
         last = gl.maximum(position + tokens - 1, 0) // BLOCK
+        k_first, k_col, v_first, v_col = (
+            head * k_head_rows, head * k_head_cols, head * v_head_rows, head * v_head_cols,
+        )  # fmt: skip
         _load_query(q_desc, q_s, q_full, q_empty, qp, first, head, GROUP)
-        for j in range(last, -1, -1):
-            rows = _box_rows(entries, j, last_box, head * k_head_rows, PAGE, TPE, K_ROWS, BOX)
-            _load_boxes(k_desc, k_s, k_full, k_empty, ks, kp, rows, head * k_head_cols, BOX)
-            ks, kp = _next_stage(ks, kp)
-            if j < last:
-                rows = _box_rows(entries, j + 1, last_box, head * v_head_rows, PAGE, TPE, V_ROWS, BOX)
-                _load_boxes(v_desc, v_s, v_full, v_empty, vs, vp, rows, head * v_head_cols, BOX)
-                vs, vp = _next_stage(vs, vp)
-        rows = _box_rows(entries, 0, last_box, head * v_head_rows, PAGE, TPE, V_ROWS, BOX)
-        _load_boxes(v_desc, v_s, v_full, v_empty, vs, vp, rows, head * v_head_cols, BOX)
-        vs, vp = _next_stage(vs, vp)
         qp = qp ^ 1
+        rows = _box_rows(entries, last, last_box, k_first, PAGE, TPE, K_ROWS, BOX, True)
+        _load_boxes(k_desc, k_s, k_full, k_empty, ks, kp, rows, k_col, BOX)
+        ks, kp = _next_stage(ks, kp)
+        for j in range(last - 1, -1, -1):
+            rows = _box_rows(entries, j, last_box, k_first, PAGE, TPE, K_ROWS, BOX, False)
+            _load_boxes(k_desc, k_s, k_full, k_empty, ks, kp, rows, k_col, BOX)
+            ks, kp = _next_stage(ks, kp)
+            rows = _box_rows(entries, j + 1, last_box, v_first, PAGE, TPE, V_ROWS, BOX, True)
+            _load_boxes(v_desc, v_s, v_full, v_empty, vs, vp, rows, v_col, BOX)
+            vs, vp = _next_stage(vs, vp)
+        rows = _box_rows(entries, 0, last_box, v_first, PAGE, TPE, V_ROWS, BOX, True)
         ts, tp = _next_stage(ts, tp)
+        # The next tile is taken before the wait for the last V: the counter's latency is hidden behind it.
         first, tokens, position, seq_len, row, head = _take_tile(
             tiles_ptr, state_ptr, tile_s, tile_full, tile_empty, ts, tp, W
         )
+        _load_boxes(v_desc, v_s, v_full, v_empty, vs, vp, rows, v_col, BOX)
+        vs, vp = _next_stage(vs, vp)
     _leave(state_ptr)
 
 
 @gluon.jit
-def _token_offsets(
-    entries, block, seq_len, STRIDE_PAGE: gl.constexpr, STRIDE_SLOT: gl.constexpr, PAGE: gl.constexpr,
-    TPE: gl.constexpr,
-):  # fmt: skip
-    """Element offset of each of a KV block's 128 tokens; past the end, the last token again (always finite)."""
+def _token_slots(entries, block, end, TPE: gl.constexpr, CLAMP: gl.constexpr):
+    """Slot of each of a KV block's 128 tokens; CLAMP: past the end, the last token again (always finite)."""
     position = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, GATHER))
-    position = gl.minimum(position, seq_len)
-    slot = gl.load(entries + position // TPE)
-    if TPE > 1:
-        slot = slot * TPE + position % TPE
-    if STRIDE_PAGE == PAGE * STRIDE_SLOT:
-        return slot.to(gl.uint32).to(gl.uint64) * STRIDE_SLOT
-    return (slot // PAGE).to(gl.uint32).to(gl.uint64) * STRIDE_PAGE + (slot % PAGE).to(gl.uint64) * STRIDE_SLOT
+    if CLAMP:
+        position = gl.minimum(position, end)
+    if TPE == 1:
+        return gl.load(entries + position)
+    return gl.load(entries + position // TPE) * TPE + position % TPE
 
 
 @gluon.jit
-def _copy_rows(ptr, offsets, buf, full, empty, stage, phase):
+def _copy_rows(
+    ptr, slots, buf, full, empty, stage, phase, STRIDE_PAGE: gl.constexpr, STRIDE_SLOT: gl.constexpr,
+    PAGE: gl.constexpr,
+):  # fmt: skip
     """One KV block into a ring stage by 16-byte cp.async; each of the 128 threads arrives when its copies are done."""
     cols = gl.arange(0, BLOCK, gl.SliceLayout(0, GATHER))
+    if STRIDE_PAGE == PAGE * STRIDE_SLOT:
+        offsets = slots.to(gl.uint32).to(gl.uint64) * STRIDE_SLOT
+    else:
+        offsets = (slots // PAGE).to(gl.uint32).to(gl.uint64) * STRIDE_PAGE + (slots % PAGE) * STRIDE_SLOT
+    pointers = (ptr + cols)[None, :] + offsets[:, None]
     mbarrier.wait(empty.index(stage), phase ^ 1)
-    async_copy.async_copy_global_to_shared(buf.index(stage), ptr + offsets[:, None] + cols[None, :])
+    async_copy.async_copy_global_to_shared(buf.index(stage), pointers)
     async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
 
 
@@ -388,28 +405,28 @@ def _produce_rows(
         entries = entries_ptr + row.to(gl.int64) * stride_entries
         k_head = k_ptr + head.to(gl.int64) * K_STRIDES[2]
         v_head = v_ptr + head.to(gl.int64) * V_STRIDES[2]
-        end = gl.maximum(seq_len - 1, 0)
         last = gl.maximum(position + tokens - 1, 0) // BLOCK
         _load_query(q_desc, q_s, q_full, q_empty, qp, first, head, GROUP)
-        k_at = _token_offsets(entries, last, end, K_STRIDES[0], K_STRIDES[1], PAGE, TPE)
-        v_at = _token_offsets(entries, last, end, V_STRIDES[0], V_STRIDES[1], PAGE, TPE)
-        for j in range(last, -1, -1):
-            ahead = gl.maximum(j - 1, 0)
-            k_next = _token_offsets(entries, ahead, end, K_STRIDES[0], K_STRIDES[1], PAGE, TPE)
-            _copy_rows(k_head, k_at, k_s, k_full, k_empty, ks, kp)
-            ks, kp = _next_stage(ks, kp)
-            if j < last:
-                _copy_rows(v_head, v_at, v_s, v_full, v_empty, vs, vp)
-                vs, vp = _next_stage(vs, vp)
-                v_at = _token_offsets(entries, j, end, V_STRIDES[0], V_STRIDES[1], PAGE, TPE)
-            k_at = k_next
-        _copy_rows(v_head, v_at, v_s, v_full, v_empty, vs, vp)
-        vs, vp = _next_stage(vs, vp)
         qp = qp ^ 1
+        slots = _token_slots(entries, last, gl.maximum(seq_len - 1, 0), TPE, True)
+        ahead = _token_slots(entries, gl.maximum(last - 1, 0), 0, TPE, False)
+        _copy_rows(k_head, slots, k_s, k_full, k_empty, ks, kp, K_STRIDES[0], K_STRIDES[1], PAGE)
+        ks, kp = _next_stage(ks, kp)
+        for j in range(last - 1, -1, -1):
+            after = _token_slots(entries, gl.maximum(j - 1, 0), 0, TPE, False)
+            _copy_rows(k_head, ahead, k_s, k_full, k_empty, ks, kp, K_STRIDES[0], K_STRIDES[1], PAGE)
+            ks, kp = _next_stage(ks, kp)
+            _copy_rows(v_head, slots, v_s, v_full, v_empty, vs, vp, V_STRIDES[0], V_STRIDES[1], PAGE)
+            vs, vp = _next_stage(vs, vp)
+            slots = ahead
+            ahead = after
         ts, tp = _next_stage(ts, tp)
+        # The next tile is taken before the wait for the last V: the counter's latency is hidden behind it.
         first, tokens, position, seq_len, row, head = _take_tile(
             tiles_ptr, state_ptr, tile_s, tile_full, tile_empty, ts, tp, W
         )
+        _copy_rows(v_head, slots, v_s, v_full, v_empty, vs, vp, V_STRIDES[0], V_STRIDES[1], PAGE)
+        vs, vp = _next_stage(vs, vp)
     _leave(state_ptr)
 
 
