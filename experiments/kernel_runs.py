@@ -64,7 +64,7 @@ def run(
         inputs = make_inputs(sample, shape, np.random.default_rng([seed, index]), target)
         bounds, exact = oracle(sample, inputs)
         first: tuple[str, dict[str, Tensor]] | None = None
-        for label, kind in ((label, kind) for label in sample.tables for kind in kinds[label]):
+        for label, kind in ((name, kind) for name in sample.tables for kind in kinds[name]):
             outputs = through_kernels(sample, label, kind, inputs)
             against = [(ORACLE, exact, 1.0)] if first is None else [(ORACLE, exact, 1.0), (*first, 2.0)]
             for op, (name, others, factor) in product(outputs, against):
