@@ -64,7 +64,7 @@ class BlockAllocator(KVAllocator):
         if self._window is None and design.retention_interval:
             raise ValueError(f"retention_interval {design.retention_interval}: only a sliding window has one")
         self._queue = FreeQueue(num_pages)
-        self._refs = [1] + [0] * num_pages  # padding is never free
+        self._refs = [2] + [0] * num_pages  # padding is never free, and never about to be
         self._rows: dict[str, Row] = {}
         self._pins: dict[str, Row] = {}  # looked up, not yet reserved for
         self._evictable = 0
@@ -147,31 +147,25 @@ class BlockAllocator(KVAllocator):
 
         On a refusal nothing is taken; pages that left a window are freed all the same (vLLM 0.32.0).
         """
-        wants = list(wants)
         plans = [self._plan(seq, n) for seq, n in wants]
-        if not any(plans):
-            return [self._rows[seq.request_id].quiet for seq, _ in wants]
-        work = [plan for plan in plans if plan is not None]
+        work = [plan for plan in plans if type(plan) is Plan]
         if len({plan.row for plan in work}) < len(work):
             raise ValueError("reserve: a sequence stands twice in one call")
         served = self._num_served(work)
         if served < len(work):
             self._refuse(work, served)
             return None
-        self._hold_pins(work)
-        return [
-            self._rows[seq.request_id].quiet if plan is None else self._serve(plan)
-            for (seq, _), plan in zip(wants, plans, strict=True)
-        ]
+        if self._pins:
+            self._hold_pins(work)
+        return [self._serve(plan) if type(plan) is Plan else plan for plan in plans]
 
-    def _plan(self, seq: Sequence, n: int) -> Plan | None:
-        """What has to be done for n more tokens; None for nothing at all."""
+    def _plan(self, seq: Sequence, n: int) -> Plan | Reservation:
+        """What has to be done for n more tokens; the answer itself when that is nothing."""
         row = self._rows.get(seq.request_id)
         end = seq.num_computed_tokens + n
         if row is not None and row.seq is seq and n > 0:
-            capacity = len(row.pages) * self.page_size
-            if end <= capacity and end < (row.published + 1) * self.page_size and self._window is None:
-                return None
+            if end <= row.settled:
+                return row.nothing_new()
             take = max(-(-end // self.page_size) - len(row.pages), 0)
             if self._window is None:
                 return Plan(row, end, take)
@@ -190,14 +184,16 @@ class BlockAllocator(KVAllocator):
 
     def _num_served(self, work: list[Plan]) -> int:
         """How many plans fit, in order. Counts the pages that pins hold and that windows free on the way."""
-        unheld = [row for row in self._pins.values() if not row.held]
         room = len(self._queue)
-        room -= self._num_idle(unheld[0].pages if len(unheld) == 1 else {p for row in unheld for p in row.pages})
+        unheld = [row for row in self._pins.values() if not row.held]
+        if unheld:
+            room -= self._num_idle(unheld[0].pages if len(unheld) == 1 else {p for row in unheld for p in row.pages})
         dropped: dict[int, int] = {}
         for number, plan in enumerate(work):
-            for page in plan.row.pages[plan.low : plan.high]:
-                dropped[page] = dropped.get(page, 0) + 1
-                room += dropped[page] == self._refs[page] + sum(page in row.pages for row in unheld)
+            if plan.low < plan.high:
+                for page in plan.row.pages[plan.low : plan.high]:
+                    dropped[page] = dropped.get(page, 0) + 1
+                    room += dropped[page] == self._refs[page] + sum(page in row.pages for row in unheld)
             if plan.take + (0 if plan.row.held else plan.row.headroom) > room:
                 return number
             room -= plan.take
@@ -214,7 +210,7 @@ class BlockAllocator(KVAllocator):
             row = plan.row
             if self._pins.pop(row.seq.request_id, None) is not None:
                 row.seq.num_computed_tokens = 0
-                self._let_go(row.pages[::-1] if row.held else ())
+                self._let_go(row.pages[::-1] if row.held else array("i"))
 
     def _hold_pins(self, work: list[Plan]) -> None:
         """Touch every page that a pin names before any page is taken."""
@@ -241,36 +237,47 @@ class BlockAllocator(KVAllocator):
 
     def _serve(self, plan: Plan) -> Reservation:
         row = plan.row
-        freed, cached = self._drop_left_behind(plan)
-        taken = self._queue.take(plan.take)
-        evicted = self._index.drop(taken)
-        self._evictable -= len(evicted)
-        for page in taken:
-            self._refs[page] = 1
-        row.pages.extend(taken)
-        self._wasted += plan.take * self.page_size
-        if self.events.enabled:
-            self._note_taken(row.seq.request_id, taken, evicted)
+        freed = self._drop_left_behind(plan)
+        taken, evicted = self._take(row, plan.take) if plan.take else ([], [])
         duplicates = self._publish(row, plan.end)
-        return Reservation(
-            row.seq, array("i", taken), (), tuple(evicted), (*freed, *cached), tuple(duplicates), (plan.low, plan.high)
-        )
+        row.settled = self._settled(row)
+        if not (taken or freed or duplicates):
+            return row.nothing_new()
+        window = (plan.low, plan.high)
+        return Reservation(row.seq, array("i", taken), (), tuple(evicted), freed, tuple(duplicates), window)
 
-    def _note_taken(self, request_id: str, taken: list[int], evicted: list[int]) -> None:
-        if evicted:
-            self.events.add(EventKind.EVICT, request_id, evicted, "capacity")
-        if taken:
-            self.events.add(EventKind.RESERVE, request_id, taken)
+    def _settled(self, row: Row) -> int:
+        """Tokens up to which a `reserve` for this row finds nothing to do: no page to take, publish or drop."""
+        if self._window is not None:
+            return 0
+        slots = len(row.pages) * self.page_size
+        return slots if row.chain is None else min(slots, (row.published + 1) * self.page_size - 1)
 
-    def _drop_left_behind(self, plan: Plan) -> tuple[list[int], list[int]]:
+    def _take(self, row: Row, count: int) -> tuple[list[int], list[int]]:
+        """Give the first pages of the queue to `row`; returns them, and those whose content had to go."""
+        taken = self._queue.take(count)
+        evicted = self._index.drop(taken) if self._evictable else []
+        self._evictable -= len(evicted)
+        refs = self._refs
+        for page in taken:
+            refs[page] = 1
+        row.pages.extend(taken)
+        self._wasted += count * self.page_size
+        if self.events.enabled:
+            if evicted:
+                self.events.add(EventKind.EVICT, row.seq.request_id, evicted, "capacity")
+            self.events.add(EventKind.RESERVE, row.seq.request_id, taken)
+        return taken, evicted
+
+    def _drop_left_behind(self, plan: Plan) -> tuple[int, ...]:
         if plan.low == plan.high:
-            return [], []
+            return ()
         pages = plan.row.pages[plan.low : plan.high]
         plan.row.pages[plan.low : plan.high] = array("i", [PADDING_PAGE]) * len(pages)
         freed, cached = self._let_go(pages[::-1])
         if self.events.enabled:
             self.events.add(EventKind.RELEASE, plan.row.seq.request_id, pages[::-1], "window")
-        return freed, cached
+        return (*freed, *cached)
 
     # publish
 
@@ -324,14 +331,14 @@ class BlockAllocator(KVAllocator):
                 f"request {seq.request_id!r}: commits {n} tokens, has slots for {len(row.pages) * self.page_size}"
             )
         duplicates: list[int] = []
-        if n <= seq.num_computed_tokens:
-            duplicates = self._publish(row, n) if n >= (row.published + 1) * self.page_size else []
-        else:
+        if n > seq.num_computed_tokens:
             seq.num_computed_tokens = n
+        elif n >= (row.published + 1) * self.page_size:
+            duplicates = self._publish(row, n)
         if n > row.committed:
             self._wasted -= n - row.committed
             row.committed = n
-        return Commit(seq, duplicates=tuple(duplicates)) if duplicates else row.written
+        return Commit(seq, duplicates=tuple(duplicates)) if duplicates else row.nothing_published()
 
     def release(self, seqs: Iterable[Sequence], reason: Release) -> Released:
         """Free each sequence's pages, last page first. A sequence that holds nothing is passed over.
@@ -373,23 +380,27 @@ class BlockAllocator(KVAllocator):
             self.events.add(EventKind.EVICT, row.seq.request_id, dropped, "abort")
         return dropped
 
-    def _let_go(self, pages: Iterable[int]) -> tuple[list[int], list[int]]:
+    def _let_go(self, pages: array[int]) -> tuple[list[int], list[int]]:
         """One holder less for each page; those without one go to the queue: (without content, cached)."""
         refs, keys = self._refs, self._index.keys
-        freed: list[int] = []
-        cached: list[int] = []
-        for page in pages:
-            if not page:
-                continue
-            refs[page] = count = refs[page] - 1
-            if count == 0:
-                (freed if keys[page] is None else cached).append(page)
-            elif count == 1:
-                self._shared -= 1
+        idle = [page for page in pages if refs[page] == 1]
+        if len(idle) < len(pages):
+            self._let_go_shared(pages)
+        for page in idle:
+            refs[page] = 0
+        freed = [page for page in idle if keys[page] is None]
+        cached = [page for page in idle if keys[page] is not None] if freed else idle
         self._queue.prepend(freed)
         self._queue.append(cached)
         self._evictable += len(cached)
         return freed, cached
+
+    def _let_go_shared(self, pages: Iterable[int]) -> None:
+        refs = self._refs
+        for page in pages:
+            if refs[page] > 1 and page != PADDING_PAGE:
+                refs[page] -= 1
+                self._shared -= refs[page] == 1
 
     # the rest of the interface
 

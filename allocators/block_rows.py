@@ -18,9 +18,22 @@ class Row:
     committed  tokens whose KV is written
     held       the pages count as in use; False from the pin to the first reserve
     headroom   pages that the first reserve must leave free (the gate's)
+    settled    tokens up to which a reserve has nothing to do
     """
 
-    __slots__ = ("adopted", "chain", "committed", "headroom", "held", "pages", "published", "quiet", "seq", "written")
+    __slots__ = (
+        "_commit",
+        "_reservation",
+        "adopted",
+        "chain",
+        "committed",
+        "headroom",
+        "held",
+        "pages",
+        "published",
+        "seq",
+        "settled",
+    )
 
     def __init__(self, seq: Sequence, chain: PageChain | None, pages: Iterable[int], page_size: int) -> None:
         self.seq = seq
@@ -30,9 +43,21 @@ class Row:
         self.committed = self.adopted * page_size
         self.held = False
         self.headroom = 0
-        # Nearly every decode step takes nothing and publishes nothing: its answers are made once.
-        self.quiet = Reservation(seq)
-        self.written = Commit(seq)
+        self.settled = 0
+        self._reservation: Reservation | None = None
+        self._commit: Commit | None = None
+
+    # Nearly every decode step takes nothing and publishes nothing: its answers are made once.
+
+    def nothing_new(self) -> Reservation:
+        if self._reservation is None:
+            self._reservation = Reservation(self.seq)
+        return self._reservation
+
+    def nothing_published(self) -> Commit:
+        if self._commit is None:
+            self._commit = Commit(self.seq)
+        return self._commit
 
 
 class Plan:

@@ -7,7 +7,7 @@ least recently released. Removal anywhere costs O(1).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 END = 0
 
@@ -41,46 +41,40 @@ class FreeQueue:
 
     def take(self, count: int) -> list[int]:
         """Unlink the first `count` pages, which must be there."""
-        following = self._next
-        pages, page = [], following[END]
-        for _ in range(count):
-            pages.append(page)
-            page = following[page]
-        following[END] = page
-        self._previous[page] = END
+        following, page = self._next, END
+        pages = [page := following[page] for _ in range(count)]
+        head = following[page]
+        following[END] = head
+        self._previous[head] = END
         self.num_pages -= count
         return pages
 
-    def remove(self, pages: Iterable[int]) -> None:
+    def remove(self, pages: Sequence[int]) -> None:
         """Unlink pages that stand anywhere in the queue."""
         following, previous = self._next, self._previous
-        count = 0
         for page in pages:
             before, after = previous[page], following[page]
             following[before] = after
             previous[after] = before
-            count += 1
-        self.num_pages -= count
+        self.num_pages -= len(pages)
 
-    def append(self, pages: Iterable[int]) -> None:
+    def append(self, pages: Sequence[int]) -> None:
         """Put pages at the tail, in order."""
         self._link(self._previous[END], pages, END)
 
-    def prepend(self, pages: Iterable[int]) -> None:
+    def prepend(self, pages: Sequence[int]) -> None:
         """Put pages at the head as one run: the first of them becomes the head."""
         self._link(END, pages, self._next[END])
 
-    def _link(self, before: int, pages: Iterable[int], after: int) -> None:
+    def _link(self, before: int, pages: Sequence[int], after: int) -> None:
         following, previous = self._next, self._previous
-        count = 0
         for page in pages:
             following[before] = page
             previous[page] = before
             before = page
-            count += 1
         following[before] = after
         previous[after] = before
-        self.num_pages += count
+        self.num_pages += len(pages)
 
     def problems(self) -> list[str]:
         """What is broken in the links or the count; empty when sound. Terminates on any list."""

@@ -51,12 +51,11 @@ class PageChain:
 
     def extend(self, token_ids: array[int], num_pages: int) -> None:
         """Add keys until `num_pages` whole pages have one. `token_ids` must hold that many pages."""
-        size = self.index.page_size
-        new = token_ids[len(self.keys) * size : num_pages * size].tobytes()
-        if new and self.text.raw is not None:
+        index, known = self.index, len(self.keys)
+        if known < num_pages and self.text.raw is not None:
+            new = token_ids[known * index.page_size : num_pages * index.page_size].tobytes()
             self.text.raw += new
-            index = self.index
-            digests = self.text.hash_pages(index.hash_fn, new, index.page_bytes, len(self.keys), self._last)
+            digests = self.text.hash_pages(index.hash_fn, new, index.page_bytes, known, self._last)
             self.keys += digests
             self._last = digests[-1]
 
@@ -88,6 +87,7 @@ class HashChainIndex:
         self.duplicates = 0  # pages whose content an earlier page holds too
         self._texts: list[PageText | None] = [None] * (num_pages + 1)
         self._positions = [0] * (num_pages + 1)
+        self._numbers: list[int] = []
         self._first: dict[Key, int] = {}  # the earliest inserted page under a key
         self._later: dict[Key, dict[int, None]] = {}  # those after it, in insertion order; rare
 
@@ -109,14 +109,26 @@ class HashChainIndex:
         return self._match_through_collisions(chain, limit)
 
     def _confirmed(self, text: PageText, pages: list[int]) -> bool:
-        """Do these pages hold this text, page by page? One compare for each run of pages of one source."""
-        if not pages:
-            return True
-        if list(map(self._positions.__getitem__, pages)) != list(range(len(pages))):
+        """Do these pages hold this text, each at its place? One byte compare for each source they come from."""
+        if list(map(self._positions.__getitem__, pages)) != self._counted(len(pages))[: len(pages)]:
             return False
         texts = list(map(self._texts.__getitem__, pages))
-        ends = [i for i, (here, after) in enumerate(zip(texts, [*texts[1:], None], strict=True)) if here is not after]
-        return all(self._holds(pages[end], text, end) for end in ends)
+        end = len(texts)
+        while end:
+            own = texts[end - 1]
+            if own is None or not own.same_prefix(text, end * self.page_bytes, end):
+                return False
+            start = texts.index(own)
+            if texts.count(own) != end - start:  # another source's pages stand between those of this one
+                return all(map(self._holds, pages, repeat(text), self._numbers))
+            end = start
+        return True
+
+    def _counted(self, count: int) -> list[int]:
+        """0, 1, 2 ... `count` or beyond, always the same int objects: they compare by identity and are stored once."""
+        if len(self._numbers) < count:
+            self._numbers.extend(range(len(self._numbers), 2 * count))
+        return self._numbers
 
     def _match_through_collisions(self, chain: PageChain, limit: int) -> list[int]:
         positions = range(min(limit, len(chain.keys)))
@@ -158,17 +170,29 @@ class HashChainIndex:
 
         A page that already has its key stays where it is in the order. Raises ValueError when it has another one.
         """
+        own_keys, texts, positions, text = self.keys, self._texts, self._positions, chain.text
+        end = start + len(pages)
+        keys = chain.keys[start:end]
+        if any(map(own_keys.__getitem__, pages)):
+            return self._publish_some_again(pages, chain, start)
+        for page, key, position in zip(pages, keys, self._counted(end)[start:end], strict=True):
+            own_keys[page] = key
+            texts[page] = text
+            positions[page] = position
+        serving = list(map(self._first.setdefault, keys, pages))
+        return [
+            page
+            for page, key, first in zip(pages, keys, serving, strict=True)
+            if first != page and self._add_later(key, page)
+        ]
+
+    def _publish_some_again(self, pages: Sequence[int], chain: PageChain, start: int) -> list[int]:
         duplicates: list[int] = []
-        own_keys, texts, positions, first = self.keys, self._texts, self._positions, self._first
-        text = chain.text
         for position, page in enumerate(pages, start):
-            key = chain.keys[position]
-            if own_keys[page] is not None:
-                self._expect_key(page, key)
-                continue
-            own_keys[page], texts[page], positions[page] = key, text, position
-            if first.setdefault(key, page) != page and self._add_later(key, page):
-                duplicates.append(page)
+            if self.keys[page] is None:
+                duplicates += self.publish([page], chain, position)
+            else:
+                self._expect_key(page, chain.keys[position])
         return duplicates
 
     def _expect_key(self, page: int, key: Key) -> None:
@@ -192,14 +216,13 @@ class HashChainIndex:
         dropped = []
         for page in pages:
             key = own_keys[page]
-            if key is None:
-                continue
-            if key in later:
-                self._drop_one_of_many(key, page)
-            else:
-                del first[key]
-            own_keys[page] = texts[page] = None
-            dropped.append(page)
+            if key is not None:
+                if key in later:
+                    self._drop_one_of_many(key, page)
+                else:
+                    del first[key]
+                own_keys[page] = texts[page] = None
+                dropped.append(page)
         return dropped
 
     def _drop_one_of_many(self, key: Key, page: int) -> None:

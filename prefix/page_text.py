@@ -98,13 +98,14 @@ class PageText:
         One hash call a page, over (digest before, tokens, extra keys). The first two have fixed lengths, so what
         follows them cannot be mistaken for either.
         """
+        starts = range(0, len(tokens), width)
+        if not self.extras:
+            return [digest := hash_fn(digest + tokens[start : start + width]) for start in starts]
         extras = {page: encoded for page, encoded, _ in self.extras}
-        digests = []
-        for number, start in enumerate(range(0, len(tokens), width), position):
-            page = digest + tokens[start : start + width]
-            digest = hash_fn(page + extras[number] if number in extras else page)
-            digests.append(digest)
-        return digests
+        return [
+            digest := hash_fn(digest + tokens[start : start + width] + extras.get(number, b""))
+            for number, start in enumerate(starts, position)
+        ]
 
 
 def _page_extras(extra_keys: Iterable[Any], page_size: int) -> tuple[tuple[int, bytes, tuple[Any, ...]], ...]:
