@@ -409,6 +409,7 @@ def _produce_rows(
         _load_query(q_desc, q_s, q_full, q_empty, qp, first, head, GROUP)
         qp = qp ^ 1
         slots = _token_slots(entries, last, gl.maximum(seq_len - 1, 0), TPE, True)
+        slots = gl.where(seq_len > 0, slots, 0)  # an empty request's row may hold anything
         ahead = _token_slots(entries, gl.maximum(last - 1, 0), 0, TPE, False)
         _copy_rows(k_head, slots, k_s, k_full, k_empty, ks, kp, K_STRIDES[0], K_STRIDES[1], PAGE)
         ks, kp = _next_stage(ks, kp)

@@ -301,6 +301,7 @@ def paged_extend(
     out: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    plan: object | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of the new tokens of each request over all its tokens.
 
@@ -319,6 +320,8 @@ def paged_extend(
     out              [T, HQ, Dv], dtype of q
     return_lse       also return lse, float32 [T, HQ], natural log
     backend          None (fastest that takes these arguments), "triton" or "gluon" (ValueError if it does not)
+    plan             work list of `extend_gluon.plan_extend` for these lengths, shared by the layers of a step (each
+                     call makes its own otherwise); the plain kernel needs none
 
     Returns out, or (out, lse). No host sync; safe in CUDA graphs.
     Cost: 2 x HQ x (D + Dv) flops for each visible (token, key) pair.
@@ -347,7 +350,7 @@ def paged_extend(
         "v_scale": v_scale,
     }
     tensors = (q, key_cache, value_cache, table, query_start_loc)
-    if not _extend_hopper(tensors, arguments, out, lse, backend):
+    if not _extend_hopper(tensors, arguments, out, lse, backend, plan):
         _extend_triton(tensors, arguments, out, lse)
     return (out, lse) if lse is not None else out
 
@@ -356,7 +359,12 @@ _Tensors = tuple[Tensor, Tensor, Tensor, PageTable, Tensor]
 
 
 def _extend_hopper(
-    tensors: _Tensors, arguments: dict[str, object], out: Tensor, lse: Tensor | None, backend: str | None
+    tensors: _Tensors,
+    arguments: dict[str, object],
+    out: Tensor,
+    lse: Tensor | None,
+    backend: str | None,
+    plan: object | None,
 ) -> bool:
     """Run the Hopper backend if it takes these arguments; False if the plain kernel has to."""
     hopper = hopper_backend() if backend != "triton" and tensors[0].is_cuda else None
@@ -365,7 +373,7 @@ def _extend_hopper(
             fail("backend", "arguments and a device that the Hopper backend takes", "others")
         return False
     try:
-        hopper.extend(*tensors, **arguments, out=out, lse=lse)
+        hopper.extend(*tensors, **arguments, out=out, lse=lse, plan=plan)
     except Exception as error:
         if backend == "gluon":
             raise

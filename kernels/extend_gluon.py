@@ -15,6 +15,7 @@ only, so a captured CUDA graph stays right when lengths change.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ RECORD = 8
 MIN_BOX = 8  # tokens: a TMA box must cover whole 8-row groups of the swizzled buffer
 L2_GROUP_BYTES = 24 * 2**20  # K and V that tiles in flight share: fits the 50-60 MB L2 with room for the next group
 
-_state: dict[str, Any] = {"module": None, "reason": None, "tried": False, "launched": set()}
+_loaded: dict[str, Any] = {}  # "module", or "reason" for which there is none
 
 
 @triton.jit
@@ -53,6 +54,7 @@ def _plan_kernel(
     tiles_ptr,
     state_ptr,
     batch,
+    num_tokens,
     GROUP_TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     TT: tl.constexpr,
@@ -63,13 +65,14 @@ def _plan_kernel(
     """Grid (candidates / BLOCK, HEADS): each program places BLOCK tiles of one KV head at their rank in the list.
 
     Order: groups of (sequence, KV head) pairs whose K and V fit L2; inside a group most keys first; ties by pair.
+    Tokens behind the last request are one more sequence, of length 0.
     """
     head = tl.program_id(1)
     o_b = tl.arange(0, BATCH)
-    m_b = o_b < batch
-    start = tl.load(start_ptr + o_b, mask=m_b, other=0)
-    new = tl.load(start_ptr + o_b + 1, mask=m_b, other=0) - start
-    total = tl.load(seq_ptr + o_b, mask=m_b, other=0)
+    m_b = o_b <= batch
+    start = tl.load(start_ptr + o_b, mask=m_b, other=num_tokens)
+    new = tl.load(start_ptr + o_b + 1, mask=o_b < batch, other=num_tokens) - start
+    total = tl.load(seq_ptr + o_b, mask=o_b < batch, other=0)
     size = tl.maximum(total, 1)
     tiles = tl.where(m_b, (new + TT - 1) // TT, 0)
     ends = tl.cumsum(tiles, 0)
@@ -82,7 +85,7 @@ def _plan_kernel(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_i = i < tl.sum(tiles, 0)
     b = tl.sum((i[:, None] >= ends[None, :]).to(tl.int32), 1)  # [BLOCK]: sequence of each tile
-    b = tl.minimum(b, batch - 1)
+    b = tl.minimum(b, batch)
     mine = o_b[None, :] == b[:, None]  # [BLOCK, BATCH]
     t = i - tl.sum(tl.where(mine, (ends - tiles)[None, :], 0), 1)
     my_start = tl.sum(tl.where(mine, start[None, :], 0), 1)
@@ -104,7 +107,7 @@ def _plan_kernel(
     tl.store(record + 1, tl.minimum(my_new - t * TT, TT), mask=m_i)
     tl.store(record + 2, my_total - my_new + t * TT, mask=m_i)
     tl.store(record + 3, my_total, mask=m_i)
-    tl.store(record + 4, tl.load(rows_ptr + b, mask=m_i, other=0), mask=m_i)
+    tl.store(record + 4, tl.load(rows_ptr + b, mask=m_i & (b < batch), other=0), mask=m_i)
     tl.store(record + 5, tl.zeros([BLOCK], tl.int32) + head, mask=m_i)
 
 
@@ -134,10 +137,10 @@ def plan_extend(
     """
     tokens_per_tile = TILE_ROWS // (num_heads // num_kv_heads)
     batch = table.seq_lens.shape[0]
-    most = num_tokens // tokens_per_tile + batch
+    most = num_tokens // tokens_per_tile + batch + 1
     tiles = torch.empty((most * num_kv_heads, RECORD), dtype=torch.int32, device=query_start_loc.device)
     state = torch.empty(4, dtype=torch.int32, device=query_start_loc.device)
-    padded = next_power_of_two(batch)
+    padded = next_power_of_two(batch + 1)
     block = max(1, min(64, 8192 // padded))
     _plan_kernel[(ceil_div(most, block), num_kv_heads)](
         query_start_loc,
@@ -146,6 +149,7 @@ def plan_extend(
         tiles,
         state,
         batch,
+        num_tokens,
         GROUP_TOKENS=L2_GROUP_BYTES // (2 * HEAD_DIM * 2),
         HEADS=num_kv_heads,
         TT=tokens_per_tile,
@@ -158,36 +162,29 @@ def plan_extend(
 
 
 def load_module() -> Any:
-    """The device code, or None with `unavailable_reason()` set: a Triton without this API warns once and falls back."""
-    if not _state["tried"]:
-        _state["tried"] = True
+    """The device code, or None: another Triton than 3.6 is told once, in a warning, and plain Triton takes over."""
+    if not _loaded:
         try:
             version = tuple(int(part) for part in triton.__version__.split(".")[:2])
             if version != TRITON:
                 raise ImportError(f"written for Triton {TRITON[0]}.{TRITON[1]}, found {triton.__version__}")
-            _state["module"] = importlib.import_module("kvarena.kernels._hopper")
+            _loaded["module"] = importlib.import_module("kvarena.kernels._hopper")
         except (ImportError, AttributeError, ValueError) as error:
-            disable(f"{type(error).__name__}: {error}")
-    return _state["module"]
+            _loaded["reason"] = f"{type(error).__name__}: {error}"
+            warnings.warn(f"no Gluon extend kernel, plain Triton instead ({_loaded['reason']})", stacklevel=3)
+    return _loaded.get("module")
 
 
-def disable(reason: str) -> None:
-    """Give this path up for the process, with one warning; `paged_extend` uses plain Triton from then on."""
-    _state["module"], _state["reason"] = None, reason
-    warnings.warn(f"Gluon extend kernel not used ({reason}); plain Triton takes over", RuntimeWarning, stacklevel=3)
-
-
-def available(device: torch.device | None = None) -> bool:
-    """Whether the Gluon kernel can run on `device` (default: the current one): Hopper, and Triton 3.6."""
-    if not torch.cuda.is_available() or torch.version.hip is not None:
+def runs_on(device: torch.device) -> bool:
+    """Whether the Gluon kernel can run on `device`: Hopper, and a Triton with the API that it is written for."""
+    if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device) == (9, 0) and load_module() is not None
+    return _capability(device) == (9, 0) and load_module() is not None
 
 
-def unavailable_reason() -> str | None:
-    """Why the device code was given up, for the provenance; None while it is usable or untried."""
-    reason: str | None = _state["reason"]
-    return reason
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def why_not(
@@ -229,9 +226,16 @@ def why_not(
             return f"{name} is not aligned to 16 bytes"
     if key_cache.shape[1] >= MIN_BOX and None in (box_view(key_cache), box_view(value_cache)):
         return "a cache whose pages are no whole number of rows apart"
-    if not available(q.device):
-        return unavailable_reason() or "not a Hopper GPU"
+    if not runs_on(q.device):
+        return _loaded.get("reason", "not a Hopper GPU")
     return None
+
+
+def available(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, table: PageTable, query_start_loc: Tensor, **arguments: Any
+) -> bool:
+    """Whether `extend` takes this call; arguments as paged_extend's, already checked. Reads shapes only."""
+    return why_not(q, key_cache, value_cache, **arguments) is None
 
 
 def box_view(cache: Tensor) -> tuple[list[int], list[int], int, int] | None:
@@ -333,43 +337,30 @@ def launch(
     )
 
 
-def paged_extend_gluon(
+def extend(
     q: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     table: PageTable,
     query_start_loc: Tensor,
     *,
+    out: Tensor,
+    lse: Tensor | None,
     scale: float | None = None,
-    out: Tensor | None = None,
-    return_lse: bool = False,
     plan: ExtendPlan | None = None,
-) -> Tensor | tuple[Tensor, Tensor] | None:
-    """paged_extend by the Gluon kernel, or None when its first compilation fails (then it is given up, with a warning).
+    **arguments: Any,
+) -> None:
+    """paged_extend for arguments that `available` accepts; writes `out` [T, HQ, 128] and `lse` [T, HQ].
 
-    Arguments as `kvarena.kernels.extend.paged_extend`, already checked, with `why_not` None;
-    plan  from `plan_extend` for these lengths; made here when left out (one more launch).
+    plan  from `plan_extend` for these lengths; made here when left out (one more launch)
     """
     num_heads, num_kv_heads = q.shape[1], key_cache.shape[2]
     if plan is None:
         plan = plan_extend(table, query_start_loc, q.shape[0], num_heads, num_kv_heads)
     elif plan.num_kv_heads != num_kv_heads or plan.tokens_per_tile * num_heads != TILE_ROWS * num_kv_heads:
         raise ValueError(f"plan: expected one for {num_heads} query and {num_kv_heads} KV heads, found {plan}")
-    target = (
-        out if out is not None and out.is_contiguous() else torch.empty_like(q, memory_format=torch.contiguous_format)
-    )
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+    target = out if out.is_contiguous() else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     scale = HEAD_DIM**-0.5 if scale is None else scale
-    key = (q.dtype, q.shape[1], key_cache.shape[1:3], key_cache.stride(), table.tokens_per_entry, return_lse)
-    try:
-        launch(q, key_cache, value_cache, table, plan, scale, target, lse)
-    except Exception as error:
-        if key in _state["launched"]:
-            raise
-        disable(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}")
-        return None
-    _state["launched"].add(key)
-    if out is not None and target is not out:
+    launch(q, key_cache, value_cache, table, plan, scale, target, lse)
+    if target is not out:
         out.copy_(target)
-        target = out
-    return (target, lse) if lse is not None else target

@@ -1,0 +1,1 @@
+"""Benchmarks: what the allocators cost on the host, what the kernels reach on a card."""
