@@ -15,6 +15,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
+import numpy as np
+
 TRIM = 1024  # taken ids at the head of the queue before it is moved up
 
 
@@ -100,7 +102,9 @@ class FreePages:
         if n > self._num_ready:
             self.merge()
         self._num_ready -= n
-        first, then = (self._take_fresh, self._returned.take)
+        if self._fresh > self.num_pages:
+            return self._returned.take(n)
+        first, then = self._take_fresh, self._returned.take
         if not self.fifo:
             first, then = then, first
         taken = first(n)
@@ -139,4 +143,4 @@ class FreePages:
     def _take_fresh(self, n: int) -> array[int]:
         start = self._fresh
         self._fresh = min(start + n, self.num_pages + 1)
-        return array("i", range(start, self._fresh))
+        return array("i", np.arange(start, self._fresh, dtype=np.int32).tobytes())

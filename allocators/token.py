@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from kvarena.allocators.config import Design
 from kvarena.allocators.free_slots import FreePages
@@ -31,6 +31,7 @@ from kvarena.allocators.interface import (
     Gate,
     KVAllocator,
     Match,
+    PageIds,
     Pin,
     Release,
     Released,
@@ -53,10 +54,10 @@ class Row:
     node       the tree node whose lock it holds; [0, protected) of `page_ids` is the path to it
     admitted   reserved at least once; a row that is not goes with the first refusal
     prefilled  the checkpoint of the whole prefill has run: what follows is decode
-    counted    a checkpoint has counted the path's hits
+    checkpointed  at least one checkpoint has run
     """
 
-    __slots__ = ("admitted", "counted", "index", "node", "page_ids", "prefilled", "protected", "seq")
+    __slots__ = ("admitted", "checkpointed", "index", "node", "page_ids", "prefilled", "protected", "seq")
 
     def __init__(self, seq: Sequence, index: int, node: Node, page_ids: array[int]) -> None:
         self.seq = seq
@@ -66,7 +67,10 @@ class Row:
         self.protected = len(page_ids)
         self.admitted = False
         self.prefilled = False
-        self.counted = False
+        self.checkpointed = False
+
+
+Plan: TypeAlias = list[tuple[Row, int, int]]  # of a reserve: row, tokens wanted, new pages
 
 
 class TokenAllocator(KVAllocator):
@@ -94,6 +98,8 @@ class TokenAllocator(KVAllocator):
         self._rows: dict[str, Row] = {}
         self._free_rows = list(range(1, num_rows + 1))
         self._keys = TokenKeys(self.page_size)
+        self._prefix_cache = design.prefix_cache
+        self._left_tokens = int(design.last_token_rule)
 
     def pin(self, seq: Sequence, gate: Gate | None = None) -> Pin | None:
         """Match, test the room with the match held, lock it and take a row.
@@ -106,7 +112,8 @@ class TokenAllocator(KVAllocator):
         if not self._free_rows:
             self._refuse(seq, "no free row")
             return None
-        node, page_ids = self._find(seq, seq.num_prefill_tokens - self.design.last_token_rule)
+        self._keys.refuse_reserved(seq)
+        node, page_ids = self._find(seq, seq.num_prefill_tokens - self._left_tokens)
         self.tree.lock(node)
         if not self._fits(seq, len(page_ids), gate or self.design.gate):
             self.tree.unlock(node)
@@ -141,20 +148,15 @@ class TokenAllocator(KVAllocator):
         the demand overshoots by a page a request at page_size > 1). An eviction that ran stays when the call is
         refused all the same.
         """
-        plan = [(self._row(seq), n, self._num_new_pages(seq, n)) for seq, n in wants]
-        evicted = self._make_room(self._demand(plan), plan[0][0].seq.request_id if plan else None)
-        self._merge_waiting(plan)
-        total = sum(new for _, _, new in plan)
+        plan, total = self._plan(wants)
+        evicted = self._make_room(self._demand(plan, total), plan)
         if total > len(self._free):
-            for row, _, _ in plan:
-                self._refuse(row.seq, "no room")
-                if not row.admitted:
-                    self._drop(row)
+            self._refuse_all(plan)
             return None
         taken, at = self._free.take(total), 0
         reservations = []
         for row, _, new in plan:
-            page_ids = taken[at : at + new]
+            page_ids = taken[at : at + new] if new < total else taken
             at += new
             row.page_ids += page_ids
             row.admitted = True
@@ -195,6 +197,8 @@ class TokenAllocator(KVAllocator):
             start = len(group)
             if reason is Release.FINISH and row.admitted:
                 computed = min(seq.num_computed_tokens, seq.num_tokens, len(row.page_ids) * self.page_size)
+                if computed > seq.num_prefill_tokens:
+                    self._keys.refuse_reserved(seq, seq.num_prefill_tokens)
                 runs, new_from = self._checkpoint(row, computed)
                 for run in runs:
                     group += run
@@ -217,7 +221,7 @@ class TokenAllocator(KVAllocator):
         """Evict leaves until `num_tokens` tokens are free or none can go; nothing while that many are free."""
         if num_tokens < 0:
             raise ValueError(f"num_tokens: expected 0 or more, found {num_tokens}")
-        return list(self._make_room(num_tokens, None))
+        return list(self._make_room(-(-num_tokens // self.page_size), []))
 
     def page_ids(self, seq: Sequence) -> array[int]:
         """Pages of a live sequence, a copy."""
@@ -270,8 +274,9 @@ class TokenAllocator(KVAllocator):
 
     def _find(self, seq: Sequence, num_tokens: int) -> Found:
         keys = self._keys
-        key = keys.key(seq, 0, keys.num_pages(seq, num_tokens)) if self.design.prefix_cache else b""
-        return self.tree.match(key, keys.width(seq), keys.namespace(seq))
+        key = keys.key(seq, 0, keys.num_pages(seq, num_tokens)) if self._prefix_cache else b""
+        namespace, width = keys.space(seq)
+        return self.tree.match(key, width, namespace)
 
     def _fits(self, seq: Sequence, hit_pages: int, gate: Gate) -> bool:
         room = len(self._free) + self.tree.evictable_pages
@@ -299,44 +304,61 @@ class TokenAllocator(KVAllocator):
 
     # --- room ---
 
-    def _num_new_pages(self, seq: Sequence, n: int) -> int:
-        if n < 0:
-            raise ValueError(f"request {seq.request_id!r}: cannot reserve {n} tokens")
-        held = len(self._rows[seq.request_id].page_ids)
-        return max(-(-(seq.num_computed_tokens + n) // self.page_size) - held, 0)
+    def _plan(self, wants: Iterable[tuple[Sequence, int]]) -> tuple[Plan, int]:
+        """Row, tokens and new pages of each want, and the new pages of all."""
+        size = self.page_size
+        plan, total = [], 0
+        for seq, n in wants:
+            row = self._row(seq)
+            if n < 0:
+                raise ValueError(f"request {seq.request_id!r}: cannot reserve {n} tokens")
+            new = max((seq.num_computed_tokens + n + size - 1) // size - len(row.page_ids), 0)
+            plan.append((row, n, new))
+            total += new
+        return plan, total
 
-    def _demand(self, plan: list[tuple[Row, int, int]]) -> int:
-        """Tokens to ask for. SGLang 0.5.22 at page_size > 1: a prefill asks for its new tokens and a page on top,
-        a decode for a page even when it needs none."""
+    def _demand(self, plan: Plan, total: int) -> int:
+        """Pages to ask for. SGLang 0.5.22 at page_size > 1: a prefill asks for its new tokens and a page on top, a
+        decode for a page even when it needs none."""
         size, slack = self.page_size, self.design.demand_slack
         if size == 1 or slack == 0:
-            return sum(new for _, _, new in plan) * size
+            return total
         tokens = 0
         for row, n, new in plan:
             if row.seq.num_computed_tokens >= row.seq.num_prefill_tokens:
                 tokens += max(new, slack) * size
             else:
                 tokens += n + slack * size
-        return tokens
+        return -(-tokens // size)
 
-    def _make_room(self, num_tokens: int, request_id: str | None) -> array[int] | tuple[()]:
-        short = -(-num_tokens // self.page_size) - len(self._free)
-        if short <= 0 or not self.tree.evictable_pages:
-            return ()
+    def _make_room(self, num_pages: int, plan: Plan) -> PageIds:
+        """Evict what `num_pages` lacks; returns the pages that went. Then merge what waits, if it is time to."""
+        short = num_pages - len(self._free)
+        evicted = self._evict(short, plan[0][0].seq.request_id if plan else None) if short > 0 else ()
+        if self._free.need_sort:
+            self._merge_waiting(plan)
+        return evicted
+
+    def _evict(self, num_pages: int, request_id: str | None) -> PageIds:
         evicted = array("i")
-        for run in self.tree.evict(short):
-            if self.design.eviction_unit == "page":
-                self._free.free_each(run)
-            else:
-                self._free.free(run)
+        give_back = self._free.free_each if self.design.eviction_unit == "page" else self._free.free
+        for run in self.tree.evict(num_pages):
+            give_back(run)
             evicted += run
         if self.events.enabled and evicted:
             self.events.add(EventKind.EVICT, request_id, evicted, "capacity")
         return evicted
 
-    def _merge_waiting(self, plan: list[tuple[Row, int, int]]) -> None:
+    def _refuse_all(self, plan: Plan) -> None:
+        """No room for the call: whoever was pinned for it and never admitted lets go."""
+        for row, _, _ in plan:
+            self._refuse(row.seq, "no room")
+            if not row.admitted:
+                self._drop(row)
+
+    def _merge_waiting(self, plan: Plan) -> None:
         """SGLang 0.5.22 with need_sort, page_size > 1: waiting pages are merged by a loose bound, not by the need."""
-        if not self.design.need_sort or self.page_size == 1:
+        if self.page_size == 1:
             return
         decoding = [n for row, n, _ in plan if row.seq.num_computed_tokens >= row.seq.num_prefill_tokens]
         extending = [n for row, n, _ in plan if row.seq.num_computed_tokens < row.seq.num_prefill_tokens]
@@ -373,16 +395,20 @@ class TokenAllocator(KVAllocator):
         Returns the duplicates, a run a node, and the page from which on the tree had nothing. Starts at the locked
         node: what lies above it is the tree's and held.
         """
-        if not self.design.prefix_cache:
+        if not self._prefix_cache:
             return [], row.protected
         seq, start, old = row.seq, row.protected, row.node
-        end = max(self._keys.num_pages(seq, num_tokens), start)
+        end = self._keys.num_pages(seq, num_tokens)
+        if end <= start and row.checkpointed:
+            self.tree.touch(old)
+            return [], start
+        end = max(end, start)
         key = self._keys.key(seq, start, end)
-        row.node, runs, new_from = self.tree.insert(old, key, self._keys.width(seq), row.page_ids, start)
+        row.node, runs, new_from = self.tree.insert(old, key, self._keys.space(seq)[1], row.page_ids, start)
         row.protected = end
         if self.tree.order.uses_hits:
-            self.tree.count_hit(row.node, until=old if row.counted else None)
-            row.counted = True
+            self.tree.count_hit(row.node, until=old if row.checkpointed else None)
+        row.checkpointed = True
         prompt = self._keys.num_pages(seq, seq.num_prompt_tokens)
         if 0 < prompt < end and (prompt != start or self.tree.order.uses_priority):
             self.tree.border(row.node, end, prompt)

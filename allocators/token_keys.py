@@ -34,15 +34,14 @@ class TokenKeys:
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
+        self.width = TOKEN_BYTES * page_size  # key bytes a page of token ids
         self._ids: dict[Hashable, int] = {}
 
-    def width(self, seq: Sequence) -> int:
-        """Key bytes a page."""
-        return TOKEN_BYTES * self.page_size if seq.page_hashes is None else TOKEN_BYTES
-
-    def namespace(self, seq: Sequence) -> Hashable:
-        """Namespace of the tree that the sequence belongs to."""
-        return seq.namespace if seq.page_hashes is None else HashedNamespace(seq.namespace)
+    def space(self, seq: Sequence) -> tuple[Hashable, int]:
+        """Namespace of the tree that the sequence belongs to, and key bytes a page."""
+        if seq.page_hashes is None:
+            return seq.namespace, self.width
+        return HashedNamespace(seq.namespace), TOKEN_BYTES
 
     def num_pages(self, seq: Sequence, num_tokens: int) -> int:
         """Whole pages among the first `num_tokens` tokens whose content is known.
@@ -54,35 +53,43 @@ class TokenKeys:
         return num_tokens // self.page_size
 
     def key(self, seq: Sequence, start: int, end: int) -> bytes:
-        """Key bytes of pages [start, end). Raises ValueError when a token lies in the reserved range."""
+        """Key bytes of pages [start, end)."""
         if seq.page_hashes is not None:
             return seq.page_hashes[start:end].tobytes()
         first, last = start * self.page_size, end * self.page_size
         tokens = seq.token_ids[first:last]
         if seq.extra_keys:
-            self._replace_items(seq, tokens, first, last)
-        else:
-            refuse_reserved(seq, tokens.tobytes())
+            self._put_items(seq, tokens, first)
         return tokens.tobytes()
+
+    def refuse_reserved(self, seq: Sequence, start: int = 0) -> None:
+        """Raise ValueError when a token from position `start` on, outside of items, lies in the reserved range.
+
+        Almost always no id is negative, which one look at the sign bytes tells.
+        """
+        tokens = seq.token_ids[start:] if start else seq.token_ids
+        if tokens.tobytes()[_SIGN_BYTE::TOKEN_BYTES].isascii():
+            return
+        for position, token in enumerate(tokens, start):
+            if token < END_RESERVED and not any(low <= position < low + n for low, n, _ in _items(seq)):
+                raise ValueError(
+                    f"request {seq.request_id}: token id {token} at position {position} is below {END_RESERVED}; "
+                    f"the ids from {FIRST_RESERVED} up to it are reserved for images"
+                )
 
     def forget(self) -> None:
         """Start the ids anew (nothing is cached any more)."""
         self._ids.clear()
 
-    def _replace_items(self, seq: Sequence, tokens: array[int], first: int, last: int) -> None:
-        every = cast("tuple[tuple[int, int, Hashable], ...]", seq.extra_keys)
-        items = [item for item in every if item[0] < last and item[0] + item[1] > first]
-        plain = tokens[:]
-        for offset, length, _ in items:
-            low, high = max(offset, first) - first, min(offset + length, last) - first
-            plain[low:high] = array("i", bytes(TOKEN_BYTES * (high - low)))
-        refuse_reserved(seq, plain.tobytes())
-        for offset, length, content in items:
-            begin = self._id(content)
-            low, high = max(offset, first) - first, min(offset + length, last) - first
-            tokens[low:high] = array("i", [begin + 1]) * (high - low)
-            if offset >= first:
-                tokens[low] = begin
+    def _put_items(self, seq: Sequence, tokens: array[int], first: int) -> None:
+        """Overwrite what lies in an item; `tokens` start at position `first`."""
+        for offset, length, content in _items(seq):
+            low, high = max(offset - first, 0), min(offset + length - first, len(tokens))
+            if low < high:
+                begin = self._id(content)
+                tokens[low:high] = array("i", [begin + 1]) * (high - low)
+                if offset >= first:
+                    tokens[low] = begin
 
     def _id(self, content: Hashable) -> int:
         found = self._ids.get(content)
@@ -93,16 +100,5 @@ class TokenKeys:
         return found
 
 
-def refuse_reserved(seq: Sequence, data: bytes) -> None:
-    """Raise ValueError when `data`, int32 token ids, holds one of the reserved range.
-
-    Almost always no id is negative, which one look at the sign bytes tells.
-    """
-    if data[_SIGN_BYTE::TOKEN_BYTES].isascii():
-        return
-    for index, token in enumerate(array("i", data)):
-        if token < END_RESERVED:
-            raise ValueError(
-                f"request {seq.request_id}: token id {token} (position {index} of the key) is below {END_RESERVED}; "
-                f"the ids from {FIRST_RESERVED} up to it are reserved for images"
-            )
+def _items(seq: Sequence) -> tuple[tuple[int, int, Hashable], ...]:
+    return cast("tuple[tuple[int, int, Hashable], ...]", seq.extra_keys)

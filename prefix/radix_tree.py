@@ -62,7 +62,7 @@ class Node:
     @property
     def is_candidate(self) -> bool:
         """Whether eviction may take this node now."""
-        return self.locks == 0 and not self.children and self.parent is not None
+        return not self.locks and not self.children and self.parent is not None
 
     def adopt(self, key: bytes, child: Node) -> None:
         """Make `child` the child for the page `key`."""
@@ -151,8 +151,7 @@ class RadixTree:
             node = child
             pages += node.pages
             at += len(edge)
-        if node.parent is not None:
-            self._touch(node)
+        self.touch(node)
         return Found(node, pages)
 
     def insert(self, node: Node, key: bytes, width: int, pages: array[int], start: int = 0) -> Insertion:
@@ -175,11 +174,15 @@ class RadixTree:
             pages[here : here + len(child.pages)] = child.pages
             at += len(child.edge)
         if node is not first:
-            self.lock(node)
-            self.unlock(first)
-        if node.parent is not None:
-            self._touch(node)
+            self._lower_lock(first, node)
+        self.touch(node)
         return Insertion(node, duplicates, start + sum(map(len, duplicates)))
+
+    def touch(self, node: Node) -> None:
+        """`node` was accessed now, and so was all above it (see `Node.last_access`)."""
+        self._clock = node.last_access = self._clock + 1
+        if not self.order.only_grows and node.is_candidate:
+            self.queue.offer(node)
 
     def border(self, node: Node, end: int, at: int) -> None:
         """Put a node border at page `at` of the path to `node`, which ends at page `end`, and raise the priority of
@@ -304,10 +307,18 @@ class RadixTree:
         self._clock += 1
         return self._clock
 
-    def _touch(self, node: Node) -> None:
-        self._clock = node.last_access = self._clock + 1
-        if not self.order.only_grows and node.is_candidate:
-            self.queue.offer(node)
+    def _lower_lock(self, first: Node, node: Node) -> None:
+        """Move one lock from `first` down to `node`."""
+        if node.parent is not first:
+            self.lock(node)
+            self.unlock(first)
+        elif node.locks:
+            node.locks += 1
+            first.locks -= 1
+        else:
+            # `first` trades its own lock for a locked child: its count stays.
+            node.locks = 1
+            self.evictable_pages -= len(node.pages)
 
     def _grow(self, parent: Node, edge: bytes, width: int, pages: array[int]) -> Node:
         leaf = Node(parent, edge, pages, self._tick())
@@ -328,7 +339,7 @@ class RadixTree:
         child.edge, child.pages, child.parent = edge[cut:], child.pages[cut // width :], upper
         upper.adopt(child.edge[:width], child)
         if self.split_touches_suffix:
-            self._touch(child)
+            self.touch(child)
         return upper
 
     def _remove(self, leaf: Node) -> None:

@@ -12,6 +12,7 @@ from kvarena.allocators.config import make_allocator
 from kvarena.allocators.interface import Release, Sequence
 from support.lru import replay_lru
 
+CHECK_EVERY = 4000  # requests
 LRU = {
     "kind": "token",
     "page_size": 1,
@@ -47,8 +48,9 @@ def hits_of_token(requests: list[list[int]], capacity: int, **fields: object) ->
         hits += pin.hit_tokens
         allocator.commit([(seq, len(ids))])
         allocator.release([seq], Release.FINISH)
-        if number % 50 == 0:
+        if number % CHECK_EVERY == 0:
             allocator.check()
+    allocator.check()
     return hits
 
 
