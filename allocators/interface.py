@@ -204,7 +204,7 @@ class PageMove:
 PageCopy = PageMove
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pin:
     """A held prefix: `page_ids` hold the first `hit_tokens` tokens of the sequence."""
 
@@ -223,7 +223,7 @@ class Match:
     path: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reservation:
     """Slots for one sequence. `page_ids` are the newly taken pages, in position order.
 
@@ -240,7 +240,7 @@ class Reservation:
     rewritten: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Commit:
     """What committing did. `published` pages entered the prefix cache; `duplicates` are own pages that were
     given up for equal ones already there (they are in `freed` too); `rewritten` is the half-open range of row
@@ -254,7 +254,7 @@ class Commit:
     rewritten: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Released:
     """`freed` pages can be taken at once; `cached` ones are held by nobody but still serve hits."""
 
