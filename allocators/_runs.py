@@ -37,7 +37,11 @@ class FreeRuns(ABC):
 
     @abstractmethod
     def runs(self) -> list[Run]:
-        """All free runs by first page. Raises AllocatorError when one should have been joined with another."""
+        """All free runs by first page."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise AllocatorError when a run should have been joined with another, or lies where it must not."""
 
 
 class FirstFit(FreeRuns):
@@ -90,11 +94,13 @@ class FirstFit(FreeRuns):
         return max(self._lengths.values(), default=0)
 
     def runs(self) -> list[Run]:
-        runs = list(self._lengths.items())
+        return list(self._lengths.items())
+
+    def check(self) -> None:
+        runs = self.runs()
         for (start, length), (following, _) in pairwise(runs):
             if start + length >= following:
                 raise AllocatorError(f"free runs {runs}: {start}..{start + length - 1} touches {following}")
-        return runs
 
 
 class Buddy(FreeRuns):
@@ -160,10 +166,12 @@ class Buddy(FreeRuns):
         return max((1 << k for k, starts in enumerate(self._starts) if starts), default=0)
 
     def runs(self) -> list[Run]:
+        return sorted((start, 1 << k) for k, starts in enumerate(self._starts) for start in starts)
+
+    def check(self) -> None:
         for k, starts in enumerate(self._starts):
             for start in starts:
                 if (start - 1) % (1 << k):
                     raise AllocatorError(f"free run of {1 << k} pages at page {start}: not at a multiple")
                 if k + 1 < len(self._starts) and ((start - 1) ^ (1 << k)) + 1 in starts:
                     raise AllocatorError(f"free run of {1 << k} pages at page {start}: its other half is free too")
-        return sorted((start, 1 << k) for k, starts in enumerate(self._starts) for start in starts)

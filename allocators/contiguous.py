@@ -153,6 +153,9 @@ class ContiguousAllocator(KVAllocator):
         live = self._live.get(seq.request_id)
         if live is None:
             return self._place(seq, tokens, undo)
+        if self.design.max_model_len is not None and tokens > self.design.max_model_len:
+            self._refuse(seq, "max_model_len")
+            return None
         undo.before.append((live, live.run, live.used))
         live.used = max(live.used, tokens)
         if tokens <= live.run[1] * self.page_size:
@@ -174,11 +177,7 @@ class ContiguousAllocator(KVAllocator):
         return Reservation(seq, _pages(run))
 
     def _outgrow(self, live: _Live, tokens: int, undo: _Undo) -> Reservation | None:
-        limit = self.design.max_model_len
-        if limit is not None and tokens > limit:
-            self._refuse(live.seq, "max_model_len")
-            return None
-        target = min(_next_power_of_two(tokens), limit or 2 * tokens)
+        target = min(_next_power_of_two(tokens), self.design.max_model_len or 2 * tokens)
         old = live.run
         grown = self._free.grow(old, pages_for(target, self.page_size))
         if grown is not None:
@@ -277,6 +276,7 @@ class ContiguousAllocator(KVAllocator):
     def check(self) -> None:
         """Lay all runs side by side: they must tile 1 .. num_pages. Raises AllocatorError with a full dump."""
         try:
+            self._free.check()
             owners = [(*run, "free") for run in self._free.runs()]
             owners += [(*live.run, name) for name, live in self._live.items()]
             self._check_tiling(sorted(owners))
