@@ -63,8 +63,12 @@ def read_sched_scenario(path: Path) -> SchedScenario:
     for name in ("num_slots", "page_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs"):
         _integer(header, name, f"{path}:1", 1)
     arrivals: list[Arrival] = []
+    seen: set[str] = set()
     for number, row in rows[1:]:
         arrival = _arrival(row, f"{path}:{number}")
+        if arrival.request_id in seen:
+            raise ValueError(f"{path}:{number}: id: {arrival.request_id!r} arrives twice")
+        seen.add(arrival.request_id)
         if arrivals and arrival.step < arrivals[-1].step:
             raise ValueError(f"{path}:{number}: step: {arrival.step} comes after step {arrivals[-1].step}")
         arrivals.append(arrival)
@@ -196,8 +200,6 @@ class SchedRunner:
         return self.engine.step()
 
     def _arrive(self, arrival: Arrival) -> None:
-        if arrival.request_id in self.requests:
-            raise ValueError(f"request {arrival.request_id!r} arrives twice")
         request = make_request(arrival.request_id, arrival.tokens, arrival.max_tokens, arrival_s=float(arrival.step))
         self.requests[request.id] = request
         self.outputs.add(request.id, arrival.output)
