@@ -227,13 +227,15 @@ class BlockAllocator(KVAllocator):
 
     def _touch(self, pages: Iterable[int]) -> None:
         refs = self._refs
+        held = [page for page in pages if refs[page] and page != PADDING_PAGE]
         idle = [page for page in pages if not refs[page]]
         self._queue.remove(idle)
         self._evictable -= len(idle)
-        for page in pages:
-            if page:
-                refs[page] += 1
-                self._shared += refs[page] == 2
+        for page in idle:
+            refs[page] = 1
+        for page in held:
+            refs[page] += 1
+            self._shared += refs[page] == 2
 
     def _serve(self, plan: Plan) -> Reservation:
         row = plan.row

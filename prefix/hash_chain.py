@@ -171,28 +171,17 @@ class HashChainIndex:
         A page that already has its key stays where it is in the order. Raises ValueError when it has another one.
         """
         own_keys, texts, positions, text = self.keys, self._texts, self._positions, chain.text
-        end = start + len(pages)
-        keys = chain.keys[start:end]
-        if any(map(own_keys.__getitem__, pages)):
-            return self._publish_some_again(pages, chain, start)
-        for page, key, position in zip(pages, keys, self._counted(end)[start:end], strict=True):
+        serving, end = self._first.setdefault, start + len(pages)
+        duplicates: list[int] = []
+        for page, key, position in zip(pages, chain.keys[start:end], self._counted(end)[start:end], strict=True):
+            if own_keys[page] is not None:
+                self._expect_key(page, key)
+                continue
             own_keys[page] = key
             texts[page] = text
             positions[page] = position
-        serving = list(map(self._first.setdefault, keys, pages))
-        return [
-            page
-            for page, key, first in zip(pages, keys, serving, strict=True)
-            if first != page and self._add_later(key, page)
-        ]
-
-    def _publish_some_again(self, pages: Sequence[int], chain: PageChain, start: int) -> list[int]:
-        duplicates: list[int] = []
-        for position, page in enumerate(pages, start):
-            if self.keys[page] is None:
-                duplicates += self.publish([page], chain, position)
-            else:
-                self._expect_key(page, chain.keys[position])
+            if serving(key, page) != page and self._add_later(key, page):
+                duplicates.append(page)
         return duplicates
 
     def _expect_key(self, page: int, key: Key) -> None:
