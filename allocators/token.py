@@ -112,7 +112,6 @@ class TokenAllocator(KVAllocator):
         if not self._free_rows:
             self._refuse(seq, "no free row")
             return None
-        self._keys.refuse_reserved(seq)
         node, page_ids = self._find(seq, seq.num_prefill_tokens - self._left_tokens)
         self.tree.lock(node)
         if not self._fits(seq, len(page_ids), gate or self.design.gate):
@@ -181,7 +180,8 @@ class TokenAllocator(KVAllocator):
                 )
         group = array("i")
         commits = [self._commit_one(row, n, group) for row, n in plan]
-        self._free.free(group)
+        if group:
+            self._free.free(group)
         return commits
 
     def release(self, seqs: Iterable[Sequence], reason: Release) -> Released:
@@ -193,28 +193,18 @@ class TokenAllocator(KVAllocator):
         """
         group, freed, cached, duplicates = array("i"), array("i"), array("i"), array("i")
         for row in [self._row(seq) for seq in seqs]:
-            seq = row.seq
-            start = len(group)
             if reason is Release.FINISH and row.admitted:
-                computed = min(seq.num_computed_tokens, seq.num_tokens, len(row.page_ids) * self.page_size)
-                if computed > seq.num_prefill_tokens:
-                    self._keys.refuse_reserved(seq, seq.num_prefill_tokens)
-                runs, new_from = self._checkpoint(row, computed)
-                for run in runs:
-                    group += run
-                    duplicates += run
-                if self.events.enabled:
-                    self._note_checkpoint(seq, row.page_ids[new_from : row.protected], group[start:])
-                group += row.page_ids[row.protected :]
-                given = group[start:]
+                given = self._finish(row, duplicates)
+                group += given
             else:
                 given = row.page_ids[row.protected :]
                 self._free.free(given)
             freed += given
             cached += self._drop(row)
             if self.events.enabled:
-                self.events.add(EventKind.RELEASE, seq.request_id, given, reason.value)
-        self._free.free(group)
+                self.events.add(EventKind.RELEASE, row.seq.request_id, given, reason.value)
+        if group:
+            self._free.free(group)
         return Released(freed, cached, (), duplicates)
 
     def evict(self, num_tokens: int) -> list[int]:
@@ -273,9 +263,8 @@ class TokenAllocator(KVAllocator):
         return row
 
     def _find(self, seq: Sequence, num_tokens: int) -> Found:
-        keys = self._keys
-        key = keys.key(seq, 0, keys.num_pages(seq, num_tokens)) if self._prefix_cache else b""
-        namespace, width = keys.space(seq)
+        key = self._keys.prefix(seq, num_tokens) if self._prefix_cache else b""
+        namespace, width = self._keys.space(seq)
         return self.tree.match(key, width, namespace)
 
     def _fits(self, seq: Sequence, hit_pages: int, gate: Gate) -> bool:
@@ -413,6 +402,22 @@ class TokenAllocator(KVAllocator):
         if 0 < prompt < end and (prompt != start or self.tree.order.uses_priority):
             self.tree.border(row.node, end, prompt)
         return runs, new_from
+
+    def _finish(self, row: Row, duplicates: array[int]) -> array[int]:
+        """Publish all that is computed; returns the pages to free: duplicates (noted in `duplicates`), then tail."""
+        seq = row.seq
+        computed = min(seq.num_computed_tokens, seq.num_tokens, len(row.page_ids) * self.page_size)
+        if computed > seq.num_prefill_tokens:
+            self._keys.refuse_reserved(seq, seq.num_prefill_tokens)
+        runs, new_from = self._checkpoint(row, computed)
+        given = array("i")
+        for run in runs:
+            given += run
+        if self.events.enabled:
+            self._note_checkpoint(seq, row.page_ids[new_from : row.protected], given)
+        duplicates += given
+        given += row.page_ids[row.protected :]
+        return given
 
     def _note_checkpoint(self, seq: Sequence, published: array[int], duplicates: array[int]) -> None:
         if published:

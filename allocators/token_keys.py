@@ -52,6 +52,16 @@ class TokenKeys:
             num_tokens = min(num_tokens, seq.num_prompt_tokens)
         return num_tokens // self.page_size
 
+    def prefix(self, seq: Sequence, num_tokens: int) -> bytes:
+        """Key bytes of the whole pages among the first `num_tokens` tokens; checks all tokens of the sequence."""
+        if seq.page_hashes is not None or seq.extra_keys:
+            self.refuse_reserved(seq)
+            return self.key(seq, 0, self.num_pages(seq, num_tokens))
+        data = seq.token_ids.tobytes()
+        if not data[_SIGN_BYTE::TOKEN_BYTES].isascii():
+            self.refuse_reserved(seq)
+        return data[: num_tokens // self.page_size * self.width]
+
     def key(self, seq: Sequence, start: int, end: int) -> bytes:
         """Key bytes of pages [start, end)."""
         if seq.page_hashes is not None:
