@@ -71,9 +71,7 @@ def as_token_buffer(tokens: Any) -> array[int]:
             if tokens.size and not (int(tokens.min()) >= -(2**31) and int(tokens.max()) < 2**31):
                 raise ValueError("token_ids: an id does not fit int32")
             tokens = tokens.astype("int32")
-        buffer: array[int] = array("i")
-        buffer.frombytes(tokens.tobytes())
-        return buffer
+        return array("i", tokens.tobytes())
     try:
         return array("i", tokens)
     except (OverflowError, TypeError) as error:
