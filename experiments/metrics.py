@@ -8,6 +8,7 @@ last half          the same over the second half of the requests, when the cache
 utilisation        pages owned by live requests / num_pages (the padding page is on neither side)
 slot utilisation   tokens in those pages / slots of the pool; shared pages count once
 fragmentation      1 - tokens in owned pages / (owned pages x page_size), shared pages counted once
+external fragmentation  1 - longest free run / free pages, for designs that need runs
 tail waste         free slots in the last page of each live request
 reservation        other slots of owned pages without a token: reserved runs, holes
 duplicates         pages whose content another page of the cache holds too
@@ -172,13 +173,22 @@ def summarise_steps(
     """The pool columns of a summary row: means over the recorded steps, waste in bytes."""
     page_bytes = page_size * token_bytes
     used = [row for row in rows if row.in_use]
+    # An allocator that leaves wasted_slots at 0 does not count waste; its tails are known all the same.
+    counted = all(row.wasted_slots >= row.tail_slots for row in rows)
     return {
         "utilisation": mean(row.in_use / num_pages for row in rows),
         "peak_in_use_pages": max((row.in_use for row in rows), default=0),
-        "slot_utilisation": mean((r.in_use * page_size - r.wasted_slots) / (num_pages * page_size) for r in rows),
-        "fragmentation": mean(row.wasted_slots / (row.in_use * page_size) for row in used),
+        "slot_utilisation": mean((r.in_use * page_size - r.wasted_slots) / (num_pages * page_size) for r in rows)
+        if counted
+        else None,
+        "fragmentation": mean(row.wasted_slots / (row.in_use * page_size) for row in used) if counted else None,
+        "external_fragmentation": mean(
+            row.external_fragmentation for row in rows if row.external_fragmentation is not None
+        ),
         "tail_waste_bytes": mean(row.tail_slots * token_bytes for row in rows),
-        "reservation_bytes": mean((row.wasted_slots - row.tail_slots) * token_bytes for row in rows),
+        "reservation_bytes": mean((row.wasted_slots - row.tail_slots) * token_bytes for row in rows)
+        if counted
+        else None,
         "duplicate_bytes": mean(row.duplicates * page_bytes for row in rows),
         "free_share": mean(row.free / num_pages for row in rows),
         "evictable_share": mean(row.evictable / num_pages for row in rows),

@@ -52,19 +52,15 @@ def hit_rate(result: Result, ax: Axes | None = None) -> Axes:
 
 
 def _hit_rate(result: Result, ax: Axes) -> Axes:
-    ceiling_shown = False
     for name, look in _looks(result).items():
         table = _over_seeds(result.summary, name, "token_hit_rate", scale=100)
         draw_series(ax, table["pool_bytes"], table["mean"], look, band=(table["min"], table["max"]))
         ceiling = _over_seeds(result.summary, name, "token_hit_rate_ceiling", scale=100)["mean"].dropna()
         if len(ceiling):
-            text = None if ceiling_shown else "infinite cache, at each design's grain"
             ax.axhline(ceiling.iloc[0], color=look.colour, linestyle=(0, (2, 2)), linewidth=1, zorder=1)
-            if text:
-                ax.plot([], [], color="#555555", linestyle=(0, (2, 2)), linewidth=1, label=text)
-            ceiling_shown = True
     ax.axhline(0, color="#555555", linewidth=1, linestyle=":", zorder=1)
-    ax.plot([], [], color="#555555", linestyle=":", linewidth=1, label="no cache")
+    for dashes, text in (((0, (2, 2)), "infinite cache, at each design's grain"), (":", "no cache")):
+        ax.plot([], [], color="#555555", linestyle=dashes, linewidth=1, label=text)
     ax.set_ylabel("token hit rate (%)")
     ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
     _pool_axis(ax, result.summary)
@@ -149,9 +145,9 @@ def _occupancy(result: Result, ax: Axes, name: str) -> Axes:
 
 def waste(result: Result, ax: Axes | None = None) -> Axes:
     """Mean waste over the run by kind, in MiB of KV, at the reference pool."""
-    ax = ax or _new_axes((6.4, 3.0))
-    table = result.summary[result.summary["pool_bytes"] == result.reference_pool]
     look = _looks(result)
+    ax = ax or _new_axes((6.4, 1.5 + 0.5 * len(look)))
+    table = result.summary[result.summary["pool_bytes"] == result.reference_pool]
     height = 0.8 / max(len(look), 1)
     largest = 0.0
     for row, column in enumerate(WASTE_KINDS):
@@ -274,9 +270,8 @@ def _pool_axis(ax: Axes, frame: pd.DataFrame) -> None:
     ax.xaxis.set_major_locator(FixedLocator(powers if len(powers) > 1 else sizes))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
     ax.xaxis.set_minor_locator(NullLocator())
-    if len(sizes) > 1:
-        margin = (sizes[-1] / sizes[0]) ** 0.03
-        ax.set_xlim(sizes[0] / margin, sizes[-1] * margin)
+    margin = (sizes[-1] / sizes[0]) ** 0.03 if len(sizes) > 1 else 2
+    ax.set_xlim(sizes[0] / margin, sizes[-1] * margin)
 
 
 def _finish(ax: Axes, frame: pd.DataFrame) -> Axes:

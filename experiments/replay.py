@@ -64,6 +64,7 @@ class StepRow:
 
     tail_slots     free slots in the last page of each live request
     wasted_slots   slots in owned pages that hold no token: tails, reservations, holes
+    external_fragmentation  1 - longest free run / free pages, for designs that need runs; else None
     live_tokens    tokens with KV of all live requests, shared ones once for each
     evicted_pages  during this step
     """
@@ -80,6 +81,7 @@ class StepRow:
     tail_slots: int
     live_tokens: int
     evicted_pages: int
+    external_fragmentation: float | None = None
 
 
 @dataclass
@@ -146,7 +148,7 @@ class Replay:
             if tick is not None:
                 tick()
         for live in list(self._live.values()):
-            self._finish(live)
+            self._end(live)
         self.lane.requests = [self._rows[index] for index in sorted(self._rows)]
         return self.lane
 
@@ -172,14 +174,13 @@ class Replay:
     # --- way ---
 
     def _make_way(self, request: Request) -> None:
-        if request.request_id in self._live:
-            raise ValueError(f"request {request.request_id}: already live; ids must be unique while requests overlap")
         if request.session_id is not None:
             for other in [o for o in self._live.values() if _precedes(o.request, request)]:
-                self._append_reply(other, whole=True)
-                self._finish(other)
+                self._end(other)
         if len(self._live) >= self.engine.live:
             self._finish(next(iter(self._live.values())))
+        if request.request_id in self._live:
+            raise ValueError(f"request {request.request_id}: already live; ids must be unique while requests overlap")
 
     # --- admit ---
 
@@ -261,6 +262,12 @@ class Replay:
             self._finish(others[0])
         return True
 
+    def _end(self, live: _Live) -> None:
+        """The natural end: the rest of the reply, then the release."""
+        if live.request.request_id in self._live:
+            self._append_reply(live, whole=True)
+            self._finish(live)
+
     # --- verbs, timed ---
 
     def _reserve(self, live: _Live, n: int) -> bool:
@@ -332,9 +339,14 @@ class Replay:
                 tail_slots=sum(-n % size for n in lengths),
                 live_tokens=sum(lengths),
                 evicted_pages=self._evicted - self._evicted_before,
+                external_fragmentation=self._external_fragmentation(),
             )
         )
         self._evicted_before = self._evicted
+
+    def _external_fragmentation(self) -> float | None:
+        waste = getattr(self.allocator, "waste", None)
+        return None if waste is None else waste().external_fragmentation
 
     def _record_batch(self, index: int) -> None:
         rows = {

@@ -175,8 +175,9 @@ def short_name(chosen: Design) -> str:
 
 
 def display_label(chosen: Design) -> str:
-    """Legend text: the design, and every field that is not its preset's."""
-    fields = {name: value for name, value in _differences(chosen).items() if name != "page_size"}
+    """Legend text: the design, and every field that is not its preset's (those that `label` tells are left out)."""
+    told = ("page_size", "sizing", "placement")
+    fields = {name: value for name, value in _differences(chosen).items() if name not in told}
     extra = [f"{name.replace('_', ' ')} {_text(value)}" for name, value in fields.items()]
     return ", ".join([label(chosen), *extra])
 

@@ -18,7 +18,7 @@ MARKERS = {"block": "o", "token": "s", "exact": "^", "contiguous": "D"}
 PRESET_PAGE = {"block": 16, "token": 1, "exact": 1, "contiguous": 1}
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (5, 1, 1, 1)))
 STATE_COLOURS = {"in use": "#1B2A41", "evictable": "#7A93AC", "free": "#E3E9EF"}
-SHADE_A_STEP = 0.1  # of the way to black or white for each doubling of the page size
+SHADE_A_STEP = 0.16  # of the way to black or white for each doubling of the page size
 FORMATS = ("pdf", "svg", "png")
 
 STYLE: dict[str, Any] = {
@@ -60,11 +60,16 @@ class Look:
 
 def looks(entries: Iterable[Mapping[str, Any]]) -> dict[str, Look]:
     """A look for each allocator of a result. Kind gives the hue, page size the shade; where both are equal, dashes
-    tell them apart. So an allocator has the same colour in every figure, whatever stands beside it."""
+    tell them apart. So an allocator has the same colour in every figure, whatever stands beside it.
+
+    Order: kinds as they come, within a kind by page size, as a number.
+    """
     chosen: dict[str, Look] = {}
     used: dict[str, int] = {}
     customs = 0
-    for entry in entries:
+    given = list(entries)
+    kinds = list(dict.fromkeys(entry["kind"] for entry in given))
+    for entry in sorted(given, key=lambda entry: (kinds.index(entry["kind"]), entry["page_size"])):
         kind, size = entry["kind"], entry["page_size"]
         if kind in KIND_COLOURS:
             colour = shade(KIND_COLOURS[kind], math.log2(size / PRESET_PAGE[kind]))

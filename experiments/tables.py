@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html import escape
@@ -22,6 +23,7 @@ MEASURES = {
     "num_pages": ("pages", "count"),
     "utilisation": ("utilisation, mean", "percent"),
     "fragmentation": ("fragmentation, mean", "percent"),
+    "external_fragmentation": ("external fragmentation, mean", "percent"),
     "tail_waste_bytes": ("tail waste, mean", "bytes"),
     "reservation_bytes": ("reservation, mean", "bytes"),
     "duplicate_bytes": ("duplicates, mean", "bytes"),
@@ -51,7 +53,19 @@ class Table:
 
 def tables(result: Result) -> list[Table]:
     """Everything a reader should see first: hit rates, measures, budget, and what to be careful about."""
-    return [hit_rate_table(result), measures_table(result), budget_table(result)]
+    rates = hit_rate_table(result)
+    if len(result.allocators) > 3:
+        return [*_apart(rates, len(result.allocators)), measures_table(result), budget_table(result)]
+    return [rates, measures_table(result), budget_table(result)]
+
+
+def _apart(table: Table, count: int) -> list[Table]:
+    """Rates and paired differences as two tables, when there are too many columns for one."""
+    rates = Table(table.title, table.columns[: count + 1], [row[: count + 1] for row in table.rows], table.notes)
+    rows = [[row[0], *row[count + 1 :]] for row in table.rows[:-1]]
+    heads = [head.partition(" − ")[0] for head in table.columns[count + 1 :]]
+    first = table.columns[count + 1].partition(" − ")[2]
+    return [rates, Table(f"Paired differences to {first}, points", [table.columns[0], *heads], rows)]
 
 
 def hit_rate_table(result: Result) -> Table:
@@ -83,6 +97,8 @@ def measures_table(result: Result) -> Table:
     rows = []
     for column, (text, unit) in MEASURES.items():
         values = [_mean(_per_seed(result.summary, name, pool, column)) for name in result.allocators]
+        if column == "external_fragmentation" and not any(value is not None for value in values):
+            continue  # only designs that need runs have it
         rows.append([text, *(_format(value, unit) for value in values)])
     return Table(f"At a pool of {format_bytes(pool)}", ["measure", *_short_names(result).values()], rows)
 
@@ -211,8 +227,8 @@ def _format(value: float | None, unit: str) -> str:
 
 
 def _short_names(result: Result) -> dict[str, str]:
-    """Column heads: the legend text without the version in brackets; the short name where two would be alike."""
-    heads = {name: label.partition(" (")[0] for name, label in result.labels.items()}
+    """Column heads: the legend text without the rules' version; the short name where two would be alike."""
+    heads = {name: re.sub(r" \([^)]* rules\)", "", label) for name, label in result.labels.items()}
     alike = list(heads.values())
     return {name: head if alike.count(head) == 1 else name for name, head in heads.items()}
 
