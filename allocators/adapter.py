@@ -175,7 +175,7 @@ class _TableAdapter:
         longest_query, longest = self._write_header(buffer, seqs, num_new_tokens)
         self._send_changes(buffer)
         starts = self._query_start_loc[: size + 1]
-        table = self._table(size, -(-longest // self.page_size))
+        table = self._table(len(seqs), size, -(-longest // self.page_size))
         positions = self._fill_positions(starts, size, num_tokens, tokens)
         slots = self._slot_mapping[:tokens]
         self._compute_slots(table, starts, positions[:num_tokens], slots)
@@ -236,8 +236,9 @@ class _TableAdapter:
         """Write pages to (row, page column) of `entries`; int64, int64, int32 [n]."""
         raise NotImplementedError
 
-    def _table(self, size: int, columns: int) -> PageTable:
-        """The table of the batch whose header was sent; its rows use at most `columns` pages."""
+    def _table(self, count: int, size: int, columns: int) -> PageTable:
+        """The table of the batch whose header was sent: `count` requests of at most `columns` pages, padded to
+        `size`."""
         raise NotImplementedError
 
     def nbytes(self) -> dict[str, int]:
@@ -291,10 +292,12 @@ class BlockTableAdapter(_TableAdapter):
     def _scatter(self, rows: Tensor, columns: Tensor, pages: Tensor) -> None:
         self.entries[rows, columns] = pages
 
-    def _table(self, size: int, columns: int) -> PageTable:
+    def _table(self, count: int, size: int, columns: int) -> PageTable:
         gathered = self._gathered[:size]
         if columns:
-            gathered[:, :columns] = self.entries[:, :columns].index_select(0, self._batch_rows[:size])
+            gathered[:count, :columns] = self.entries[:, :columns].index_select(0, self._batch_rows[:count])
+        if size > count:
+            gathered[count:] = 0
         return PageTable(gathered, self._in_order[:size], self._seq_lens[:size], self.tokens_per_entry)
 
 
@@ -314,7 +317,7 @@ class ReqToTokenAdapter(_TableAdapter):
         slots = pages[:, None] * self.page_size + self._in_page
         self.entries[rows[:, None], columns[:, None] * self.page_size + self._in_page] = slots
 
-    def _table(self, size: int, columns: int) -> PageTable:
+    def _table(self, count: int, size: int, columns: int) -> PageTable:
         return PageTable(self.entries, self._batch_rows[:size], self._seq_lens[:size], self.tokens_per_entry)
 
 

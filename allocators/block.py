@@ -243,7 +243,7 @@ class BlockAllocator(KVAllocator):
         taken, evicted = self._take(row, plan.take) if plan.take else ([], [])
         duplicates = self._publish(row, plan.end)
         row.settled = self._settled(row)
-        if not (taken or freed or duplicates):
+        if not (taken or duplicates or plan.low < plan.high):
             return row.nothing_new()
         window = (plan.low, plan.high)
         return Reservation(row.seq, array("i", taken), (), tuple(evicted), freed, tuple(duplicates), window)
