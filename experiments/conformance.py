@@ -196,13 +196,26 @@ def _live_ids(make: Make) -> None:
 
 
 def _all_or_nothing(make: Make) -> None:
+    """A batch of which some would fit: each of many sequences wants a page, the room of one sequence is left."""
     pool = make()
-    live = _fill(pool)[:3]
+    live = _fill(pool)
+    if live:
+        pool.release([live.pop()], Release.FINISH)
     shadow = ShadowPool(pool, {seq.request_id: Actor(seq) for seq in live})
-    before = shadow.state()
-    wants = [(seq, pool.num_pages * pool.page_size) for seq in live]
-    _expect(pool.reserve(wants) is None, "a batch that needs several pools was granted")
-    shadow.expect_nothing_taken(before, "refused batch")
+    for n in (pool.page_size, 2 * pool.page_size, pool.num_pages * pool.page_size):
+        before = shadow.state()
+        results = pool.reserve([(seq, n) for seq in live])
+        if results is None:
+            shadow.expect_nothing_taken(before, "refused batch")
+            capacity = pool.capacity()
+            room = capacity.free + capacity.evictable
+            _expect(room >= before.capacity.free + before.capacity.evictable, f"refused batch: {room} pages are left")
+        for seq in live if results is not None else ():
+            pages, end = len(pool.page_ids(seq)), seq.num_computed_tokens + n
+            _expect(
+                pages * pool.page_size >= end, f"granted batch: {seq.request_id} has {pages} pages for {end} tokens"
+            )
+    _expect(results is None or not live, "a batch in which each sequence needs the whole pool was granted")
 
 
 def _emptied_pool(make: Make) -> None:
