@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from kvarena.kernels.page_table import PageTable
@@ -25,7 +25,7 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 1
 MAX_PAGE_SIZE = 256
 
 
-def fail(name: str, expected: str, found: object) -> None:
+def fail(name: str, expected: str, found: object) -> NoReturn:
     """Raise the ValueError of a bad argument."""
     raise ValueError(f"{name}: expected {expected}, found {found}")
 

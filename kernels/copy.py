@@ -10,6 +10,7 @@ The ids come from an allocator, on the host: lists of ints or CPU tensors, check
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -160,7 +161,10 @@ def _host_ids(name: str, ids: Ids, num_pages: int) -> list[int]:
         if ids.dim() != 1 or ids.is_floating_point():
             fail(name, "integers [n]", f"{ids.dtype} {list(ids.shape)}")
         ids = ids.tolist()
-    listed = [int(page) for page in ids]
+    try:
+        listed = [operator.index(page) for page in ids]
+    except TypeError:
+        fail(name, "whole numbers", next(page for page in ids if not hasattr(page, "__index__")))
     for page in listed:
         if not 0 <= page < num_pages:
             fail(name, f"page ids from 0 to {num_pages - 1}", page)

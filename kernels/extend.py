@@ -327,10 +327,10 @@ def paged_extend(
     Cost: 2 x HQ x (D + Dv) flops for each visible (token, key) pair.
     Raises ValueError for shapes, dtypes or devices that do not fit.
     """
-    page_size, num_kv_heads, head_dim_v, batch = check_attention(
+    _page_size, _num_kv_heads, head_dim_v, batch = check_attention(
         q, key_cache, value_cache, table, scale, window, softcap
     )
-    num_tokens, num_heads, head_dim = q.shape
+    num_tokens, num_heads, _head_dim = q.shape
     check_shape("query_start_loc", query_start_loc, (batch + 1,))
     check_dtype("query_start_loc", query_start_loc, (torch.int32,))
     check_device("query_start_loc", query_start_loc, q.device)

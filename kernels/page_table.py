@@ -42,7 +42,9 @@ class PageTable:
         num_pages = (lens + page_size - 1) // page_size
         kv_indptr = torch.zeros(len(lens) + 1, dtype=torch.int32, device=lens.device)
         kv_indptr[1:] = num_pages.cumsum(0)
-        pages = [self.slots(b)[::page_size] // page_size for b in range(len(lens))]
-        kv_indices = torch.cat(pages).int() if pages else kv_indptr[:0]
+        request = torch.repeat_interleave(num_pages)  # of each page
+        first = (torch.arange(len(request), device=lens.device) - kv_indptr[request]) * page_size
+        entry = self.entries[self.rows[request].long(), first // self.tokens_per_entry].long()
+        slot = entry * self.tokens_per_entry + first % self.tokens_per_entry
         last_page_len = torch.where(lens > 0, (lens - 1) % page_size + 1, torch.zeros_like(lens)).int()
-        return kv_indptr, kv_indices, last_page_len
+        return kv_indptr, (slot // page_size).int(), last_page_len
