@@ -35,6 +35,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from kvarena.allocators.interface import PADDING_PAGE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -99,9 +100,7 @@ def check_batches(
     options = {"model": asdict(shape), "max_context": max_context, "max_requests": max_requests, "seed": seed}
     head = {**options, "samples": len(cuts), "requests": sum(len(c.contexts) for c in cuts)}
     head["tokens"] = sum(sum(c.contexts) for c in cuts)
-    missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
-    if missing or not cuts:
-        reason = f"{' and '.join(missing)} not installed" if missing else "no batch was sampled"
+    if reason := _why_not(cuts):
         return {"status": "not run", "reason": reason, "device": None, **head, "comparisons": []}
     if not _can_run_here(device):
         return _in_subprocess(chosen, {**options, "tables": tables, "device": device})
@@ -116,6 +115,18 @@ def check_batches(
         **head,
         "comparisons": comparisons,
     }
+
+
+def _why_not(cuts: list[BatchSample]) -> str:
+    """Why these samples cannot be run here; empty when they can."""
+    missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} not installed"
+    tables = ((label, rows) for sample in cuts for label, (_, rows) in sample.tables.items())
+    windowed = next((label for label, rows in tables if any(PADDING_PAGE in row for row in rows)), None)
+    if windowed is not None:
+        return f"{windowed}: a sliding window left pages behind, so its rows no longer hold whole contexts"
+    return "" if cuts else "no batch was sampled"
 
 
 def summary(report: Mapping[str, Any]) -> str:
@@ -169,11 +180,11 @@ def _cut_table(sample: BatchSample, label: str, contexts: list[int]) -> tuple[in
     for request, (row, n) in enumerate(zip(rows, contexts, strict=True)):
         if len(row) * size < n:
             raise ValueError(f"{place}: request {request} has {len(row)} pages of {size} for {n} tokens")
-        if min(row) < 1:
+        if min(row) < PADDING_PAGE:
             raise ValueError(f"{place}: request {request} names page {min(row)}; owned pages start at 1")
     columns: dict[int, int] = {}
     for page, column in ((page, column) for row in rows for column, page in enumerate(row)):
-        if columns.setdefault(page, column) != column:
+        if page != PADDING_PAGE and columns.setdefault(page, column) != column:
             raise ValueError(f"{place}: page {page} holds positions of page {columns[page]} and of page {column}")
     return size, rows
 
