@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-Kind = Literal["jsonl", "csv", "folder", "any"]
+Kind = Literal["jsonl", "csv"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +28,24 @@ class Options:
     grain         tokens that one id stands for, where the file does not say (None = the format's own)
     full_blocks   hash_ids cover floor(input / grain) blocks: the tail gets an id of its own
     keep_failed   keep rows whose reply is empty (BurstGPT marks failed calls so)
-    tokenizer     text -> list of token ids, for formats that hold text
+    keep_copies   keep conversations that are exact copies of an earlier one (WEKA)
+    start_every_s conversations that have no start of their own start one after the other, that far apart (WEKA)
+    tokenizer     text -> token ids, for formats that hold text; one with `apply_chat_template` renders chats itself
+    path          the file that is read, for formats that need its neighbours; set by the loader
     """
 
     grain: int | None = None
     full_blocks: bool = False
     keep_failed: bool = False
-    tokenizer: Callable[[str], list[int]] | None = None
+    keep_copies: bool = False
+    start_every_s: float = 60.0
+    tokenizer: Any = None
+    path: Path | None = None
 
 
 @dataclass(slots=True)
 class RawRequest:
-    """A row as its format reads it: ids still names, order that of the file.
+    """A row as its format reads it: ids still names, order that of the file. Without names or token ids: lengths only.
 
     time   in the format's unit, or in ticks a second of its own (`ticks_per_second`)
     """
@@ -52,7 +58,7 @@ class RawRequest:
     grain: int = 1
     request_id: str | None = None
     token_ids: NDArray[np.int32] | None = None
-    names: list[Any] | None = None
+    names: list[Any] | NDArray[np.int64] | None = None
     output_ids: NDArray[np.int32] | None = None
     output_names: list[Any] | None = None
     session_id: str | None = None
@@ -79,7 +85,8 @@ class Format:
     matches           does a first row with these fields belong to this format?
     parse             rows to raw requests
     options           names of the `Options` that it honours
-    open_folder       for kind "folder": rows of a folder
+    open_folder       rows of a folder, for formats that are spread over files
+    holds             does this folder hold such files?
     """
 
     name: str
@@ -92,9 +99,23 @@ class Format:
     parse: Parse
     options: frozenset[str] = frozenset()
     open_folder: Callable[[Path], RowSource] | None = None
+    holds: Callable[[Path], bool] | None = None
 
 
-_BUILT_IN = ("hashes", "mooncake", "tokens")
+_BUILT_IN = (
+    "ragpulse",
+    "bailian",
+    "hashes",
+    "mooncake",
+    "tokens",
+    "llmservingsim",
+    "weka",
+    "openai",
+    "sharegpt",
+    "azure",
+    "burstgpt",
+    "vidur",
+)
 """Modules of this package with a FORMAT, the more special first: the first match wins."""
 
 _extra: dict[str, Format] = {}
@@ -126,14 +147,22 @@ def recognise(row: Row, kinds: Iterable[str]) -> Format:
 
     Raises ValueError that lists the formats when none fits.
     """
-    allowed = set(kinds) | {"any"}
     for fmt in formats().values():
-        if fmt.kind in allowed and fmt.matches(row.fields):
+        if fmt.kind in kinds and fmt.matches(row.fields):
             return fmt
     found = ", ".join(sorted(map(str, row.fields))) or "no fields"
     raise ValueError(
         f"{row.where}: unknown trace format: expected the fields of one of\n{format_table()}\nfound: {found[:300]}"
     )
+
+
+def recognise_folder(path: Path) -> Format:
+    """The format whose files the folder holds. Raises ValueError that names those that can be folders."""
+    for fmt in formats().values():
+        if fmt.holds is not None and fmt.holds(path):
+            return fmt
+    able = ", ".join(fmt.name for fmt in formats().values() if fmt.holds is not None)
+    raise ValueError(f"{path}: expected a file, or a folder with the files of one of {able}; found neither")
 
 
 def format_table() -> str:

@@ -16,6 +16,9 @@ from typing import IO
 MAX_LINE_BYTES = 64 * 2**20
 """A longer line is refused: 64 MiB is ten million token ids, more than any context window."""
 
+MAX_DOCUMENT_BYTES = 2**31
+"""A .json file is one document, held whole: 2 GiB."""
+
 MAX_RATIO = 200
 """A gzip file that unpacks to more than this many times its size (past the first 64 MiB) is refused as a bomb."""
 

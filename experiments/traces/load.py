@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,21 +24,23 @@ from kvarena.experiments.traces.formats import (
     check_options,
     get_format,
     recognise,
+    recognise_folder,
 )
-from kvarena.experiments.traces.lines import TextFile
-from kvarena.experiments.traces.rows import Row, RowSource, csv_rows, frame_rows, json_rows, list_rows
-from kvarena.experiments.traces.visible import VisibleMeasure
+from kvarena.experiments.traces.lines import MAX_DOCUMENT_BYTES, TextFile
+from kvarena.experiments.traces.rows import Row, RowSource, csv_rows, document_rows, frame_rows, json_rows, list_rows
+from kvarena.experiments.traces.visible import ChainCheck, VisibleMeasure
 from numpy.typing import NDArray
 
 
 def load_file(path: Path, format: str | None, *, name: str, options: dict[str, Any], **settings: Any) -> Trace:
-    """A trace from a file (.jsonl, .csv, each also .gz) or a folder. Raises ValueError as `load_trace` says."""
+    """A trace from a file (.jsonl, .json, .csv, each also .gz) or a folder. Raises ValueError as `load_trace` says."""
     fmt = get_format(format) if format else None
     if path.is_dir():
-        rows, kinds = _folder_rows(path, fmt)
+        fmt = fmt or recognise_folder(path)
+        rows = _folder_rows(path, fmt)
     else:
         rows, kinds = _file_rows(path, fmt)
-    fmt = fmt or recognise(_first_row(rows, str(path)), kinds)
+        fmt = fmt or recognise(_first_row(rows, str(path)), kinds)
     return _trace(rows, fmt, options, name=name, path=path, **settings)
 
 
@@ -49,18 +51,35 @@ def load_rows(rows: RowSource, format: str | None, *, name: str, options: dict[s
 
 
 def _file_rows(path: Path, fmt: Format | None) -> tuple[RowSource, tuple[str, ...]]:
-    file = TextFile(path)
     suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
-    is_csv = fmt.kind == "csv" if fmt and fmt.kind != "any" else bool(suffixes) and suffixes[-1] == ".csv"
-    if is_csv:
-        return (lambda: csv_rows(file)), ("csv",)
+    suffix = suffixes[-1] if suffixes else ""
+    if fmt.kind == "csv" if fmt else suffix == ".csv":
+        return CsvFile(path), ("csv",)
+    if suffix == ".json":
+        document = TextFile(path, max_line_bytes=MAX_DOCUMENT_BYTES)
+        return (lambda: document_rows(document)), ("jsonl",)
+    file = TextFile(path)
     return (lambda: json_rows(file)), ("jsonl",)
 
 
-def _folder_rows(path: Path, fmt: Format | None) -> tuple[RowSource, tuple[str, ...]]:
-    if fmt is None or fmt.open_folder is None:
-        raise ValueError(f"{path}: expected a file, found a folder (name the format to read a folder of traces)")
-    return fmt.open_folder(path), ("folder",)
+class CsvFile:
+    """Rows of a CSV file, and whether its last line may have been cut: a shorter number is a number all the same."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = TextFile(path)
+
+    def __call__(self) -> Iterator[Row]:
+        return csv_rows(self._file)
+
+    def notes(self) -> list[str]:
+        whole = self._file.ends_with_newline
+        return [] if whole else ["the last line has no newline: if the file was cut, its last number may be cut too"]
+
+
+def _folder_rows(path: Path, fmt: Format) -> RowSource:
+    if fmt.open_folder is None:
+        raise ValueError(f"{path}: expected a file of format {fmt.name!r}, found a folder")
+    return fmt.open_folder(path)
 
 
 def _first_row(rows: RowSource, where: str) -> Row:
@@ -79,18 +98,19 @@ def _trace(
     speed: float,
     limit: int | None,
 ) -> Trace:
-    pipeline = Pipeline(rows, fmt, check_options(fmt, options), speed=speed, limit=limit)
+    checked = replace(check_options(fmt, options), path=path)
+    pipeline = Pipeline(rows, fmt, checked, speed=speed, limit=limit)
     scan = pipeline.scan(str(path or name))
     settings: dict[str, Any] = {k: v for k, v in options.items() if not callable(v)}
     source = {"format": fmt.name, **settings, "speed": speed, "limit": limit, "dropped": dict(scan.dropped)}
     return Trace(
         name=name,
-        visible=scan.measure.visible(scan.grain, reuse=fmt.grain > 0),
+        visible=scan.measure.visible(scan.grain, reuse=scan.has_ids),
         read=lambda: pipeline.read(scan),
         num_requests=scan.num_requests,
         source=source if path is None else {"path": str(path), **source},
         path=path,
-        warnings=scan.warnings(),
+        warnings=scan.warnings() + (rows.notes() if isinstance(rows, CsvFile) else []),
     )
 
 
@@ -103,18 +123,29 @@ class Scan:
     num_requests: int = 0
     base: int | float = 0
     timed: bool = True
+    has_ids: bool = True
+    following: int = 0
     out_of_order: int = 0
     ranks: NDArray[np.int64] | None = None
     dropped: Counter[str] = field(default_factory=Counter)
     measure: VisibleMeasure = field(default_factory=VisibleMeasure)
-    notes: list[str] = field(default_factory=list)
+    chains: ChainCheck = field(default_factory=ChainCheck)
 
     def warnings(self) -> list[str]:
-        found = list(self.notes)
+        found = []
         if self.out_of_order:
             found.append(f"{self.out_of_order} rows out of order: sorted by time, equal times keep the file's order")
         if not self.timed:
             found.append("no arrival times: requests keep the order of the source and all arrive at 0 s")
+        if not self.has_ids:
+            found.append("lengths only: every prompt gets token ids of its own, no prefix can hit")
+        if self.following:
+            found.append(f"{self.following} arrivals follow a reply whose time is not in the trace: it counts as 0 s")
+        if self.chains.unchained:
+            found.append(
+                f"{self.chains.unchained} ids stand behind different ids on different rows: they name content, not "
+                "prefixes, and a hit on them may be false"
+            )
         found += [f"{count} rows dropped: {reason}" for reason, count in self.dropped.items()]
         return found
 
@@ -126,10 +157,11 @@ class DenseIds:
         self._grain = grain
         self._index: dict[Any, int] = {}
 
-    def map(self, names: list[Any], where: str) -> NDArray[np.int32]:
+    def map(self, names: list[Any] | NDArray[np.int64], where: str) -> NDArray[np.int32]:
         """int32 [len(names)]. Raises ValueError when the tokens of the last id pass 2^31."""
         index = self._index
-        dense = [index.setdefault(name, len(index)) for name in names]
+        listed = names if isinstance(names, list) else names.tolist()
+        dense = [index.setdefault(name, len(index)) for name in listed]
         if len(index) * self._grain > MAX_TOKEN + 1:
             raise ValueError(
                 f"{where}: field 'hash_ids': expected at most 2^31 / {self._grain} = {(MAX_TOKEN + 1) // self._grain} "
@@ -159,12 +191,15 @@ class Pipeline:
             if finish is None:
                 first, scan.timed, scan.grain = raw.time or 0, raw.time is not None, raw.grain
                 scan.ticks = raw.ticks_per_second or self.format.ticks_per_second
+                scan.has_ids = has_ids(raw)
                 finish = _Finish(scan, first, self.speed)
             self._check(raw, scan, ids, len(times))
             # Differences, not times: a nanosecond epoch does not fit a double.
             times.append((raw.time or 0) - first)
             request = finish(raw, len(times) - 1)
             scan.measure.feed(request, request.arrival_s if scan.timed else None)
+            scan.chains.feed(request)
+            scan.following += "delay_s" in request.extra
         if not times:
             raise ValueError(f"{where}: expected at least one request, found none{_reasons(scan.dropped)}")
         scan.num_requests = len(times)
@@ -208,6 +243,9 @@ class Pipeline:
         if (raw.time is not None) != scan.timed:
             found = "none" if raw.time is None else "one"
             raise ValueError(f"{raw.where}: arrival time: expected on every row or on none, found {found} here")
+        if has_ids(raw) != scan.has_ids:
+            found = "some" if has_ids(raw) else "none"
+            raise ValueError(f"{raw.where}: ids of the prompt: expected on every row or on none, found {found} here")
         name = raw.request_id if raw.request_id is not None else f"r{position}"
         if name in ids:
             raise ValueError(f"{raw.where}: field 'request_id': expected one row for each, found {name!r} twice")
@@ -237,6 +275,7 @@ class _Finish:
 
     def __call__(self, raw: RawRequest, position: int) -> Request:
         hash_ids = None if raw.names is None else self._dense.map(raw.names, raw.where)
+        token_ids = raw.token_ids if has_ids(raw) else own_tokens(position, raw.num_prompt_tokens)
         output_ids = raw.output_ids
         if raw.output_names is not None:
             output_ids = self._dense.map(raw.output_names, raw.where)
@@ -246,13 +285,22 @@ class _Finish:
             num_prompt_tokens=raw.num_prompt_tokens,
             num_output_tokens=raw.num_output_tokens,
             grain=raw.grain,
-            token_ids=raw.token_ids,
+            token_ids=token_ids,
             hash_ids=hash_ids,
             output_ids=output_ids,
             session_id=raw.session_id,
             namespace=raw.namespace,
             extra=raw.extra,
         )
+
+
+def has_ids(raw: RawRequest) -> bool:
+    return raw.names is not None or raw.token_ids is not None
+
+
+def own_tokens(position: int, length: int) -> NDArray[np.int32]:
+    """Token ids, int32 [length], of a prompt known by its length: no other prompt starts with the same token."""
+    return ((position + np.arange(length, dtype=np.int64)) & MAX_TOKEN).astype(np.int32)
 
 
 def _reasons(dropped: Counter[str]) -> str:

@@ -80,7 +80,7 @@ class Row:
 
     def names(self, field: str) -> list[int]:
         """Ids as names: whole numbers of any size and sign."""
-        values = self._list(field)
+        values = self.list(field)
         if not set(map(type, values)) <= {int}:
             self.fail(field, "a list of whole numbers", next(value for value in values if type(value) is not int))
         return values
@@ -104,7 +104,12 @@ class Row:
             if key not in taken and isinstance(value, (str, int, float)) and value == value
         }
 
-    def _list(self, field: str) -> list[Any]:
+    def rows(self, field: str) -> list[Row]:
+        """A list of objects, each a row that knows its place in this one."""
+        places = [(f"{self.where} {field}[{index}]", value) for index, value in enumerate(self.list(field))]
+        return [Row(where, as_object(value, where)) for where, value in places]
+
+    def list(self, field: str) -> list[Any]:
         value: Any = self.fields.get(field)
         if hasattr(value, "tolist"):  # NumPy array, as a DataFrame cell may hold
             value = value.tolist()
@@ -147,7 +152,11 @@ def json_rows(file: TextFile) -> Iterator[Row]:
 
 def parse_object(text: str, where: str) -> dict[str, Any]:
     """The JSON object that the text is. Raises ValueError with `where`."""
-    value = parse_json(text, where)
+    return as_object(parse_json(text, where), where)
+
+
+def as_object(value: Any, where: str) -> dict[str, Any]:
+    """The value, if it is a JSON object. Raises ValueError with `where`."""
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected a JSON object, found {_short(value)}")
     return value
@@ -178,6 +187,15 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
+def document_rows(file: TextFile) -> Iterator[Row]:
+    """Rows of a JSON document: the objects of a list, or the one object that it is."""
+    value = parse_json("\n".join(text for _, text in file.lines()) or "null", f"{file.path}")
+    items = value if isinstance(value, list) else [value]
+    for index, item in enumerate(items):
+        where = f"{file.path}: item {index}" if isinstance(value, list) else f"{file.path}"
+        yield Row(where, as_object(item, where))
+
+
 def csv_rows(file: TextFile) -> Iterator[Row]:
     """Rows of a CSV file with a header line. A row with another number of fields is an error."""
     last = 0
@@ -198,7 +216,7 @@ def csv_rows(file: TextFile) -> Iterator[Row]:
                 continue
             if len(values) != len(header):
                 raise ValueError(f"{where}: expected {len(header)} fields ({', '.join(header)}), found {len(values)}")
-            yield Row(where, {k: v for k, v in zip(header, values, strict=True) if v != ""}, text=True)
+            yield Row(where, {k: v or None for k, v in zip(header, values, strict=True)}, text=True)
     except csv.Error as error:
         raise ValueError(f"{file.path}:{last}: expected CSV, found a fault: {error}") from None
 

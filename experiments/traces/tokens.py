@@ -62,15 +62,14 @@ def _plain(row: Row) -> RawRequest:
 
 
 def _servingsim(row: Row) -> RawRequest:
-    prompt = _prompt(row, "input_tok_ids")
     time, ticks = arrival(row)
-    output = row.tokens("output_tok_ids") if row.has("output_tok_ids") else None
-    if row.has("input_toks") and row.count("input_toks") != len(prompt):
-        row.fail("input_toks", f"{len(prompt)}, the length of input_tok_ids", row.fields["input_toks"])
+    prompt, output, num_output = reply_of_servingsim(row)
+    if prompt is None:
+        row.fail("input_tok_ids", "a list", None)
     return RawRequest(
         where=row.where,
         num_prompt_tokens=len(prompt),
-        num_output_tokens=_stated(row, "output_toks", output),
+        num_output_tokens=num_output,
         time=time,
         ticks_per_second=ticks,
         request_id=row.string("request_id"),
@@ -79,6 +78,17 @@ def _servingsim(row: Row) -> RawRequest:
         session_id=row.string("session_id"),
         extra=row.scalars(_KNOWN),
     )
+
+
+def reply_of_servingsim(row: Row) -> tuple[NDArray[np.int32] | None, NDArray[np.int32] | None, int]:
+    """(ids of the prompt, ids of the reply, length of the reply) of LLMServingSim's fields; ids None where missing."""
+    prompt = _prompt(row, "input_tok_ids") if row.has("input_tok_ids") else None
+    output = row.tokens("output_tok_ids") if row.has("output_tok_ids") else None
+    if prompt is not None and row.has("input_toks") and row.count("input_toks") != len(prompt):
+        row.fail("input_toks", f"{len(prompt)}, the length of input_tok_ids", row.fields["input_toks"])
+    if output is None and not row.has("output_toks"):
+        row.fail("output_toks", "a whole number, or output_tok_ids", None)
+    return prompt, output, _stated(row, "output_toks", output)
 
 
 def _prompt(row: Row, field: str) -> NDArray[np.int32]:

@@ -14,6 +14,7 @@ IN_FLIGHT_S = 30.0
 """A request is taken to be possibly still running this long after its arrival (1,000 tokens at 30 ms each)."""
 
 _SHORTEST_SHARED = 16
+_UNSEEN = -2
 
 
 class PrefixHasher:
@@ -167,3 +168,30 @@ class _Replies:
 
     def _keys(self, lengths: NDArray[np.int64], hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
         return hashes ^ (lengths.astype(np.uint64) * np.uint64(self._LENGTH_MIX))
+
+
+class ChainCheck:
+    """Counts ids that stand behind different ids on different rows: prefix ids never do, content ids do."""
+
+    def __init__(self) -> None:
+        self._parents = np.full(1024, _UNSEEN, np.int64)
+        self._bad: set[int] = set()
+
+    @property
+    def unchained(self) -> int:
+        return len(self._bad)
+
+    def feed(self, request: Request) -> None:
+        """Takes one request with dense ids; requests with token ids say nothing here."""
+        ids = request.hash_ids
+        if ids is None:
+            return
+        top = int(ids.max()) + 1
+        if top > len(self._parents):
+            room = np.full(2 * top, _UNSEEN, np.int64)
+            room[: len(self._parents)] = self._parents
+            self._parents = room
+        parents = np.concatenate([[-1], ids[:-1]])
+        known = self._parents[ids]
+        self._bad.update(ids[(known != parents) & (known != _UNSEEN)].tolist())
+        self._parents[ids] = np.where(known == _UNSEEN, parents, known)

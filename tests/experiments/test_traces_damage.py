@@ -20,6 +20,21 @@ FILES = {
 }
 
 
+FILES |= {
+    "bailian": [
+        {"chat_id": 7, "parent_chat_id": -1, "turn": 1, **mooncake_row(0.5, 36, [1, 2, 3])},
+        {"chat_id": 8, "parent_chat_id": 7, "turn": 2, **mooncake_row(9, 40, [1, 2, 4])},
+    ],
+    "weka": [{"id": "a", "block_size": 64, "requests": [{"t": 0, "type": "n", "in": 70, "out": 1, "hash_ids": [1]}]}],
+    "sub_requests": [{"arrival_time_ns": 5, "sub_requests": [{"input_toks": 3, "output_toks": 1}] * 2}],
+}
+CSV = {
+    "azure": "TIMESTAMP,ContextTokens,GeneratedTokens\n2025-03-01 10:00:00.5,10,2\n2025-03-01 10:00:01.1234567,11,3\n",
+    "burstgpt": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n3,GPT-4,4,8,12,API log\n",
+    "vidur": "arrived_at,num_prefill_tokens,num_decode_tokens\n0.5,10,3\n1.25,7,1\n",
+}
+
+
 def content(name):
     return "".join(json.dumps(row) + "\n" for row in FILES[name]).encode()
 
@@ -76,6 +91,26 @@ def test_with_each_bit_flipped_a_file_reads_as_valid_rows_or_is_an_error(tmp_pat
             assert arrivals == sorted(arrivals)
             assert arrivals[0] == 0.0
             assert all(prompt and min(prompt) >= 0 for *_, prompt in found)
+
+
+@pytest.mark.parametrize("name", CSV)
+def test_a_csv_file_cut_or_flipped_anywhere_reads_as_valid_rows_or_is_an_error(tmp_path, name):
+    path, data = tmp_path / "t.csv", CSV[name].encode()
+    rows = len(outcome(path, data))
+    for damaged in [*(data[:size] for size in range(len(data))), *each_flip(data)]:
+        found = outcome(path, damaged)
+        if isinstance(found, list):
+            assert len(found) <= rows + 1
+            assert all(prompt for *_, prompt in found)
+
+
+@pytest.mark.parametrize("name", CSV)
+def test_a_csv_file_whose_last_line_may_be_cut_says_so(tmp_path, name):
+    path = tmp_path / "t.csv"
+    path.write_text(CSV[name])
+    assert not [w for w in load_trace(path).warnings if "newline" in w]
+    path.write_text(CSV[name][:-1])
+    assert [w for w in load_trace(path).warnings if "newline" in w]
 
 
 def each_flip(data):

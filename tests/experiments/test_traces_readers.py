@@ -403,7 +403,7 @@ def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
 
 
 def test_a_folder_is_no_trace_file(tmp_path):
-    with pytest.raises(ValueError, match="expected a file, found a folder"):
+    with pytest.raises(ValueError, match="expected a file, or a folder with the files of one of"):
         load_trace(tmp_path)
 
 
