@@ -38,10 +38,11 @@ from kvarena.allocators.interface import (
     Reservation,
     Sequence,
 )
+from kvarena.allocators.token_batch import TokenDecodeBatch
 from kvarena.allocators.token_check import describe, verify
 from kvarena.allocators.token_keys import TokenKeys
 from kvarena.prefix.eviction import order
-from kvarena.prefix.radix_tree import Found, Node, RadixTree
+from kvarena.prefix.radix_tree import Node, RadixTree
 
 MAX_ROWS = 4096  # rows of req_to_token, hence live requests (SGLang's own ceiling for its default)
 
@@ -55,9 +56,10 @@ class Row:
     admitted   reserved at least once; a row that is not goes with the first refusal
     prefilled  the checkpoint of the whole prefill has run: what follows is decode
     checkpointed  at least one checkpoint has run
+    batch      the decode batch that has bound this row, told when another verb touches it
     """
 
-    __slots__ = ("admitted", "checkpointed", "index", "node", "page_ids", "prefilled", "protected", "seq")
+    __slots__ = ("admitted", "batch", "checkpointed", "index", "node", "page_ids", "prefilled", "protected", "seq")
 
     def __init__(self, seq: Sequence, index: int, node: Node, page_ids: array[int]) -> None:
         self.seq = seq
@@ -68,6 +70,7 @@ class Row:
         self.admitted = False
         self.prefilled = False
         self.checkpointed = False
+        self.batch: TokenDecodeBatch | None = None
 
 
 Plan: TypeAlias = list[tuple[Row, int, int]]  # of a reserve: row, tokens wanted, new pages
@@ -138,7 +141,7 @@ class TokenAllocator(KVAllocator):
 
     def room(self) -> tuple[int, int]:
         """(free, evictable) pages. O(1)."""
-        return len(self._free), self.tree.evictable_pages
+        return self._free.count, self.tree.evictable_pages
 
     def reserve(self, wants: Iterable[tuple[Sequence, int]]) -> list[Reservation] | None:
         """Private pages for positions [0, num_computed_tokens + n) of each sequence.
@@ -149,7 +152,7 @@ class TokenAllocator(KVAllocator):
         """
         plan, total = self._plan(wants)
         evicted = self._make_room(self._demand(plan, total), plan)
-        if total > len(self._free):
+        if total > self._free.count:
             self._refuse_all(plan)
             return None
         taken, at = self._free.take(total), 0
@@ -171,8 +174,10 @@ class TokenAllocator(KVAllocator):
         A prefill's whole pages enter the tree (SGLang 0.5.22: checkpoint): behind an inner chunk duplicates are
         freed at once, behind the prefill's end with all others of the call. Generated tokens wait for the end.
         """
-        plan = [(self._row(seq), n) for seq, n in done]
-        for row, n in plan:
+        plan = []
+        for seq, n in done:
+            row = self._touched_row(seq)
+            plan.append((row, n))
             if not 0 <= n <= len(row.page_ids) * self.page_size:
                 raise ValueError(
                     f"request {row.seq.request_id!r}: cannot commit {n} tokens, "
@@ -192,7 +197,7 @@ class TokenAllocator(KVAllocator):
         drops generated KV; what earlier checkpoints published stays cached).
         """
         group, freed, cached, duplicates = array("i"), array("i"), array("i"), array("i")
-        for row in [self._row(seq) for seq in seqs]:
+        for row in [self._touched_row(seq) for seq in seqs]:
             if reason is Release.FINISH and row.admitted:
                 given = self._finish(row, duplicates)
                 group += given
@@ -223,7 +228,7 @@ class TokenAllocator(KVAllocator):
 
     def capacity(self) -> Capacity:
         """Pages by state. O(live sequences x tree nodes on their paths)."""
-        free, evictable = len(self._free), self.tree.evictable_pages
+        free, evictable = self._free.count, self.tree.evictable_pages
         rows = self._rows.values()
         slots = sum(len(row.page_ids) * self.page_size - row.seq.num_computed_tokens for row in rows)
         return Capacity(
@@ -254,6 +259,31 @@ class TokenAllocator(KVAllocator):
     def __repr__(self) -> str:
         return describe(self)
 
+    # --- decode batches ---
+
+    def decode_batch(self, seqs: Iterable[Sequence]) -> TokenDecodeBatch:
+        """These sequences as a batch that gains one token each in one call."""
+        return TokenDecodeBatch(self, seqs)
+
+    def bind(self, seq: Sequence, batch: TokenDecodeBatch) -> Row:
+        """The row of a live sequence, for a batch that wants to hear when another verb touches it."""
+        row = self._touched_row(seq)
+        row.batch = batch
+        return row
+
+    def take_for_decode(self, seqs: list[Sequence], total: int) -> tuple[array[int], PageIds] | None:
+        """`total` pages for one more token of each of `seqs`, and what was evicted for it; None: no room."""
+        slack = 0 if self.page_size == 1 else self.design.demand_slack
+        short = max(total, slack * len(seqs)) - self._free.count
+        evicted = self._evict(short, seqs[0].request_id) if short > 0 else ()
+        if self._free.need_sort and self.page_size > 1 and len(seqs) > self._free.num_ready:
+            self._free.merge()
+        if total <= self._free.count:
+            return self._free.take(total), evicted
+        for seq in seqs:
+            self._refuse(seq, "no room")
+        return None
+
     # --- admission ---
 
     def _row(self, seq: Sequence) -> Row:
@@ -262,13 +292,23 @@ class TokenAllocator(KVAllocator):
             raise ValueError(f"request {seq.request_id!r} is not live here")
         return row
 
-    def _find(self, seq: Sequence, num_tokens: int) -> Found:
+    def _find(self, seq: Sequence, num_tokens: int) -> tuple[Node, array[int]]:
         key = self._keys.prefix(seq, num_tokens) if self._prefix_cache else b""
         namespace, width = self._keys.space(seq)
         return self.tree.match(key, width, namespace)
 
+    def _touched_row(self, seq: Sequence) -> Row:
+        row = self._rows.get(seq.request_id)
+        if row is None or row.seq is not seq:
+            return self._row(seq)  # raises
+        if row.batch is not None:
+            row.batch.stale = True
+            row.batch = None
+        return row
+
     def _fits(self, seq: Sequence, hit_pages: int, gate: Gate) -> bool:
-        room = len(self._free) + self.tree.evictable_pages
+        """Whether `seq` fits behind its hit, with the hit held."""
+        room = self._free.count + self.tree.evictable_pages
         need = gate.headroom
         if gate.whole_prompt:
             tokens = seq.num_prefill_tokens - hit_pages * self.page_size
@@ -298,10 +338,12 @@ class TokenAllocator(KVAllocator):
         size = self.page_size
         plan, total = [], 0
         for seq, n in wants:
-            row = self._row(seq)
+            row = self._touched_row(seq)
             if n < 0:
                 raise ValueError(f"request {seq.request_id!r}: cannot reserve {n} tokens")
-            new = max((seq.num_computed_tokens + n + size - 1) // size - len(row.page_ids), 0)
+            new = (seq.num_computed_tokens + n + size - 1) // size - len(row.page_ids)
+            if new < 0:
+                new = 0
             plan.append((row, n, new))
             total += new
         return plan, total
@@ -322,7 +364,7 @@ class TokenAllocator(KVAllocator):
 
     def _make_room(self, num_pages: int, plan: Plan) -> PageIds:
         """Evict what `num_pages` lacks; returns the pages that went. Then merge what waits, if it is time to."""
-        short = num_pages - len(self._free)
+        short = num_pages - self._free.count
         evicted = self._evict(short, plan[0][0].seq.request_id if plan else None) if short > 0 else ()
         if self._free.need_sort:
             self._merge_waiting(plan)
@@ -359,7 +401,8 @@ class TokenAllocator(KVAllocator):
 
     def _commit_one(self, row: Row, n: int, group: array[int]) -> Commit:
         seq = row.seq
-        seq.num_computed_tokens = max(seq.num_computed_tokens, n)
+        if n > seq.num_computed_tokens:
+            seq.num_computed_tokens = n
         if row.prefilled:
             return Commit(seq)
         row.prefilled = n >= seq.num_prefill_tokens
@@ -398,9 +441,10 @@ class TokenAllocator(KVAllocator):
         if self.tree.order.uses_hits:
             self.tree.count_hit(row.node, until=old if row.checkpointed else None)
         row.checkpointed = True
-        prompt = self._keys.num_pages(seq, seq.num_prompt_tokens)
-        if 0 < prompt < end and (prompt != start or self.tree.order.uses_priority):
-            self.tree.border(row.node, end, prompt)
+        if seq.num_prompt_tokens < num_tokens:
+            prompt = seq.num_prompt_tokens // self.page_size
+            if 0 < prompt < end and (prompt != start or self.tree.order.uses_priority):
+                self.tree.border(row.node, end, prompt)
         return runs, new_from
 
     def _finish(self, row: Row, duplicates: array[int]) -> array[int]:

@@ -54,9 +54,11 @@ class TokenKeys:
 
     def prefix(self, seq: Sequence, num_tokens: int) -> bytes:
         """Key bytes of the whole pages among the first `num_tokens` tokens; checks all tokens of the sequence."""
-        if seq.page_hashes is not None or seq.extra_keys:
-            self.refuse_reserved(seq)
+        if seq.page_hashes is not None:
             return self.key(seq, 0, self.num_pages(seq, num_tokens))
+        if seq.extra_keys:
+            self.refuse_reserved(seq)
+            return self.key(seq, 0, num_tokens // self.page_size)
         data = seq.token_ids.tobytes()
         if not data[_SIGN_BYTE::TOKEN_BYTES].isascii():
             self.refuse_reserved(seq)

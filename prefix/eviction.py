@@ -22,10 +22,8 @@ class Evictable(Protocol):
     priority: int
     serial: int
     queued: Any
-
-    @property
-    def is_candidate(self) -> bool:
-        """Whether the node can go now: in the tree, unlocked, without children."""
+    locks: int  # > 0: held
+    children: Any  # true: not a leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,30 +78,31 @@ class LeafQueue(Generic[Leaf]):
     O(log n) for `pop`; a touch is free.
     """
 
-    __slots__ = ("_heap", "order")
+    __slots__ = ("_heap", "_key", "_only_grows")
 
     def __init__(self, order: Order) -> None:
-        self.order = order
+        self._key = order.key
+        self._only_grows = order.only_grows
         self._heap: list[tuple[Any, int, Leaf]] = []
 
     def offer(self, node: Leaf) -> None:
         """`node` is a candidate now, or was touched while it is one."""
-        if node.queued is not None and self.order.only_grows:
+        if node.queued is not None and self._only_grows:
             return
-        key = self.order.key(node)
+        key = self._key(node)
         if key != node.queued:
             node.queued = key
             heapq.heappush(self._heap, (key, node.serial, node))
 
     def pop(self) -> Leaf | None:
         """Take the candidate with the lowest key; None when there is none."""
-        heap, key_of = self._heap, self.order.key
+        heap, key_of = self._heap, self._key
         while heap:
             key, serial, node = heap[0]
             if key != node.queued:  # a later entry stands for this node
                 heapq.heappop(heap)
                 continue
-            if not node.is_candidate:
+            if node.locks or node.children:
                 heapq.heappop(heap)
                 node.queued = None
                 continue

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from kvarena.prefix.eviction import LeafQueue, Order, order
 
@@ -49,7 +49,7 @@ class Node:
     )
 
     def __init__(self, parent: Node | None, edge: bytes, pages: array[int], serial: int) -> None:
-        self.parent = parent
+        self.parent: Any = parent  # a Node; None for a root, whose locks end every walk before it is followed
         self.edge = edge
         self.pages = pages
         self.children = _NO_CHILDREN
@@ -85,22 +85,6 @@ class Root(Node):
         self.locks = 1
 
 
-class Found(NamedTuple):
-    """`node` ends where the match ends; `pages` are the matched page ids in order."""
-
-    node: Node
-    pages: array[int]
-
-
-class Insertion(NamedTuple):
-    """`node` ends where the key ends and carries the lock; `duplicates` are the pages given up for equal ones, a run
-    for each node in path order; pages from position `new_from` on are new to the tree."""
-
-    node: Node
-    duplicates: list[array[int]]
-    new_from: int
-
-
 class RadixTree:
     """Page-aligned radix tree with locks and eviction.
 
@@ -122,6 +106,7 @@ class RadixTree:
         self.roots: dict[Hashable, Root] = {}
         self.evictable_pages = 0
         self._clock = 0
+        self._requeues = not self.order.only_grows  # a touch can move a candidate forward in the queue
 
     def root(self, namespace: Hashable = None) -> Root:
         """Root of a namespace, made on first use and dropped with its last content."""
@@ -130,13 +115,13 @@ class RadixTree:
             found = self.roots[namespace] = Root(namespace, self._tick())
         return found
 
-    def match(self, key: bytes, width: int, namespace: Hashable = None) -> Found:
-        """Longest cached prefix of `key` in whole pages.
+    def match(self, key: bytes, width: int, namespace: Hashable = None) -> tuple[Node, array[int]]:
+        """Longest cached prefix of `key` in whole pages: the node where it ends, and its page ids in order.
 
         Splits the edge in which the match ends and marks the node it ends at as accessed, also when the caller
         then gives up (SGLang 0.5.22). Cost: one dict look-up and one bytes compare a node.
         """
-        node: Node = self.root(namespace)
+        node: Node = self.roots.get(namespace) or self.root(namespace)
         pages = array("i")
         at, stop = 0, len(key)
         while at < stop:
@@ -151,38 +136,47 @@ class RadixTree:
             node = child
             pages += node.pages
             at += len(edge)
-        self.touch(node)
-        return Found(node, pages)
+        self._clock = node.last_access = self._clock + 1
+        if self._requeues:
+            self._requeue(node)
+        return node, pages
 
-    def insert(self, node: Node, key: bytes, width: int, pages: array[int], start: int = 0) -> Insertion:
+    def insert(
+        self, node: Node, key: bytes, width: int, pages: array[int], start: int = 0
+    ) -> tuple[Node, list[array[int]], int]:
         """Publish `pages[start:]` below `node`, whose lock the caller holds; the lock moves to the end of the key.
 
         `node` ends at page `start`; `key` holds the tokens of `pages[start:start + len(key) // width]`. Where the
-        tree has equal pages already, its own stay and `pages` is rewritten *in place* to name them.
+        tree has equal pages already, its own stay and `pages` is rewritten *in place* to name them. Returns the node
+        where the key ends, the pages given up (a run for each node, in path order), and the position from which on
+        pages are new to the tree.
         """
-        first, at = node, 0
+        first, at, here = node, 0, start
         duplicates: list[array[int]] = []
         while at < len(key):
             child = node.children.get(key[at : at + width])
             if child is None:
-                node = self._grow(node, key[at:], width, pages[start + at // width : start + len(key) // width])
+                node = self._grow(node, key[at:], width, pages[here : start + len(key) // width])
                 break
             if not key.startswith(child.edge, at):
                 child = self._split(child, common_pages(child.edge, key, at, width) * width)
-            node, here = child, start + at // width
-            duplicates.append(pages[here : here + len(child.pages)])
-            pages[here : here + len(child.pages)] = child.pages
+            node, beyond = child, here + len(child.pages)
+            duplicates.append(pages[here:beyond])
+            pages[here:beyond] = child.pages
+            here = beyond
             at += len(child.edge)
         if node is not first:
             self._lower_lock(first, node)
-        self.touch(node)
-        return Insertion(node, duplicates, start + sum(map(len, duplicates)))
+        self._clock = node.last_access = self._clock + 1
+        if self._requeues:
+            self._requeue(node)
+        return node, duplicates, here
 
     def touch(self, node: Node) -> None:
         """`node` was accessed now, and so was all above it (see `Node.last_access`)."""
         self._clock = node.last_access = self._clock + 1
-        if not self.order.only_grows and node.is_candidate:
-            self.queue.offer(node)
+        if self._requeues:
+            self._requeue(node)
 
     def border(self, node: Node, end: int, at: int) -> None:
         """Put a node border at page `at` of the path to `node`, which ends at page `end`, and raise the priority of
@@ -214,7 +208,7 @@ class RadixTree:
             if node.locks > 1:
                 return
             self.evictable_pages -= len(node.pages)
-            node = _above(node)
+            node = node.parent
 
     def unlock(self, node: Node) -> list[Node]:
         """Undo one `lock` of `node`; returns the nodes that nobody holds any more, deepest first."""
@@ -226,11 +220,11 @@ class RadixTree:
                 break
             self.evictable_pages += len(at.pages)
             let_go.append(at)
-            at = _above(at)
+            at = at.parent
         if let_go and not node.children:
             self.queue.offer(node)
-        if at.parent is None:
-            self._drop_if_empty(at)
+        if at.parent is None and at.locks == 1 and not at.children:
+            self._drop(at)
         return let_go
 
     def evict(self, num_pages: int) -> list[array[int]]:
@@ -287,7 +281,7 @@ class RadixTree:
         waiting = self.queue.valid_keys()
         for node in self.nodes():
             width = len(node.edge) // max(len(node.pages), 1)
-            parent = _above(node)
+            parent = node.parent
             if not node.pages or len(node.edge) != width * len(node.pages):
                 yield f"{node!r}: an edge of {len(node.edge)} bytes for {len(node.pages)} pages"
             elif parent.children.get(node.edge[:width]) is not node:
@@ -320,15 +314,20 @@ class RadixTree:
             node.locks = 1
             self.evictable_pages -= len(node.pages)
 
+    def _requeue(self, node: Node) -> None:
+        if node.is_candidate:
+            self.queue.offer(node)
+
     def _grow(self, parent: Node, edge: bytes, width: int, pages: array[int]) -> Node:
-        leaf = Node(parent, edge, pages, self._tick())
+        self._clock += 1
+        leaf = Node(parent, edge, pages, self._clock)
         parent.adopt(edge[:width], leaf)
         self.evictable_pages += len(pages)
         return leaf
 
     def _split(self, child: Node, cut: int) -> Node:
         """Cut `child` after `cut` bytes of its edge; returns the new upper node. No size changes."""
-        edge, parent = child.edge, _above(child)
+        edge, parent = child.edge, child.parent
         size = len(child.pages)
         width = len(edge) // size
         upper = Node(parent, edge[:cut], child.pages[: cut // width], self._tick())
@@ -343,7 +342,7 @@ class RadixTree:
         return upper
 
     def _remove(self, leaf: Node) -> None:
-        parent = _above(leaf)
+        parent = leaf.parent
         del parent.children[leaf.edge[: len(leaf.edge) // len(leaf.pages)]]
         leaf.parent = None
         self.evictable_pages -= len(leaf.pages)
@@ -354,7 +353,8 @@ class RadixTree:
             return
         parent.children = _NO_CHILDREN
         if parent.parent is None:
-            self._drop_if_empty(parent)
+            if parent.locks == 1:
+                self._drop(parent)
         elif parent.locks == 0:
             self.queue.offer(parent)
 
@@ -367,9 +367,9 @@ class RadixTree:
         self.queue.offer(leaf)
         return run
 
-    def _drop_if_empty(self, root: Node) -> None:
-        if isinstance(root, Root) and root.locks == 1 and not root.children:
-            self.roots.pop(root.namespace, None)
+    def _drop(self, root: Any) -> None:
+        """Forget a namespace that holds nothing and is held by nobody."""
+        del self.roots[root.namespace]
 
 
 def common_pages(edge: bytes, key: bytes, at: int, width: int) -> int:
@@ -388,10 +388,6 @@ def common_pages(edge: bytes, key: bytes, at: int, width: int) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _above(node: Node) -> Node:
-    return node.parent  # type: ignore[return-value]  # callers come from below a root, whose locks end every walk
 
 
 def _raise_priority(node: Node, least: int) -> None:

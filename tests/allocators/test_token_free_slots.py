@@ -15,8 +15,8 @@ def test_takes_and_frees_as_one_plain_list_would(fifo: bool, need_sort: bool) ->
     free, plain, waiting = FreePages(num_pages, fifo=fifo, need_sort=need_sort), list(range(1, num_pages + 1)), []
     held: list[int] = []
     for _ in range(1000):
-        if rng.random() < 0.5 and len(free):
-            n = rng.randint(0, min(len(free), rng.choice([1, 40, 4000])))
+        if rng.random() < 0.5 and free.count:
+            n = rng.randint(0, min(free.count, rng.choice([1, 40, 4000])))
             if n > len(plain):
                 plain, waiting = sorted(plain + waiting), []
             taken = list(free.take(n))
@@ -35,7 +35,7 @@ def test_takes_and_frees_as_one_plain_list_would(fifo: bool, need_sort: bool) ->
                 plain += run
             else:
                 plain = (run[::-1] if each else run) + plain
-        assert len(free) == len(plain) + len(waiting)
+        assert free.count == len(plain) + len(waiting)
         assert free.num_ready == len(plain)
     assert list(free) == plain + waiting
     free.clear()

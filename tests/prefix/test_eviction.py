@@ -16,7 +16,12 @@ class Leaf:
     hits: int = 0
     priority: int = 0
     queued: Any = None
-    is_candidate: bool = True
+    locks: int = 0
+    children: tuple[()] = ()
+
+    @property
+    def is_candidate(self) -> bool:
+        return not self.locks
 
 
 # name -> serials in the order in which they go
@@ -79,7 +84,7 @@ def test_pops_what_a_search_of_all_candidates_finds(name: str) -> None:
                 queue.offer(leaf)
         elif verb < 0.8:
             leaf = rng.choice(leaves)
-            leaf.is_candidate = not leaf.is_candidate
+            leaf.locks = 1 - leaf.locks
             if leaf.is_candidate:
                 queue.offer(leaf)
         else:
@@ -87,7 +92,6 @@ def test_pops_what_a_search_of_all_candidates_finds(name: str) -> None:
             popped = queue.pop()
             assert popped is (min(candidates, key=chosen.key) if candidates else None)
             if popped is not None:
-                popped.is_candidate = False
                 leaves.remove(popped)
     assert len(queue) < 4000
 

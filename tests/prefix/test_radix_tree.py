@@ -24,7 +24,7 @@ def store(tree: RadixTree, tokens: tuple[int, ...], ids: tuple[int, ...], namesp
     """Insert from the root and let go."""
     root = tree.root(namespace)
     tree.lock(root)
-    node = tree.insert(root, key(*tokens), WIDTH, pages(*ids)).node
+    node = tree.insert(root, key(*tokens), WIDTH, pages(*ids))[0]
     tree.unlock(node)
     assert list(tree.faults()) == []
     return node
@@ -43,8 +43,7 @@ def test_doctests() -> None:
 def test_a_match_inside_an_edge_splits_it_and_changes_no_count() -> None:
     tree = RadixTree()
     store(tree, (1, 2, 3, 4), (11, 12, 13, 14))
-    found = tree.match(key(1, 2, 9), WIDTH)
-    assert list(found.pages) == [11, 12]
+    assert list(tree.match(key(1, 2, 9), WIDTH)[1]) == [11, 12]
     assert [list(node.pages) for node in tree.nodes()] == [[11, 12], [13, 14]]
     assert tree.evictable_pages == 4
     assert list(tree.faults()) == []
@@ -54,9 +53,9 @@ def test_a_match_never_ends_inside_a_page() -> None:
     tree = RadixTree()
     root = tree.root()
     tree.lock(root)
-    tree.unlock(tree.insert(root, key(1, 2, 3, 4), 2 * WIDTH, pages(7, 8)).node)
-    assert list(tree.match(key(1, 2, 3, 9), 2 * WIDTH).pages) == [7]
-    assert list(tree.match(key(1, 9, 3, 4), 2 * WIDTH).pages) == []
+    tree.unlock(tree.insert(root, key(1, 2, 3, 4), 2 * WIDTH, pages(7, 8))[0])
+    assert list(tree.match(key(1, 2, 3, 9), 2 * WIDTH)[1]) == [7]
+    assert list(tree.match(key(1, 9, 3, 4), 2 * WIDTH)[1]) == []
     assert list(tree.faults()) == []
 
 
@@ -65,7 +64,7 @@ def test_no_match_touches_and_splits_nothing() -> None:
     node = store(tree, (1, 2), (1, 2))
     before = node.last_access
     for tokens in ((), (9,), (2, 1)):
-        assert not tree.match(key(*tokens), WIDTH).pages
+        assert not tree.match(key(*tokens), WIDTH)[1]
     assert node.last_access == before
     assert len(list(tree.nodes())) == 1
 
@@ -77,11 +76,11 @@ def test_inserting_again_gives_up_the_new_pages_node_by_node() -> None:
     row = pages(31, 32, 33, 34, 35)
     root = tree.root()
     tree.lock(root)
-    done = tree.insert(root, key(1, 2, 3, 4, 5), WIDTH, row)
-    assert [list(run) for run in done.duplicates] == [[31, 32], [33, 34]]
+    node, duplicates, new_from = tree.insert(root, key(1, 2, 3, 4, 5), WIDTH, row)
+    assert [list(run) for run in duplicates] == [[31, 32], [33, 34]]
     assert list(row) == [11, 12, 13, 14, 35]
-    assert done.new_from == 4
-    assert list(tree.path_pages(done.node)) == [11, 12, 13, 14, 35]
+    assert new_from == 4
+    assert list(tree.path_pages(node)) == [11, 12, 13, 14, 35]
     assert tree.evictable_pages == 1
 
 
@@ -89,10 +88,10 @@ def test_an_insert_goes_on_from_a_locked_node() -> None:
     tree = RadixTree()
     node = store(tree, (1, 2), (1, 2))
     tree.lock(node)
-    done = tree.insert(node, key(3, 4), WIDTH, pages(1, 2, 3, 4), start=2)
-    assert list(tree.path_pages(done.node)) == [1, 2, 3, 4]
+    node, _, _ = tree.insert(node, key(3, 4), WIDTH, pages(1, 2, 3, 4), start=2)
+    assert list(tree.path_pages(node)) == [1, 2, 3, 4]
     assert tree.evictable_pages == 0
-    assert [list(gone.pages) for gone in tree.unlock(done.node)] == [[3, 4], [1, 2]]
+    assert [list(gone.pages) for gone in tree.unlock(node)] == [[3, 4], [1, 2]]
     assert tree.evictable_pages == 4
 
 
@@ -100,7 +99,7 @@ def test_a_lock_keeps_the_node_and_all_above_it_and_nothing_below() -> None:
     """The kind of radix-04 and radix-06: the given node itself is held, the rest of a split edge is not."""
     tree = RadixTree()
     store(tree, (1, 2, 3, 4), (1, 2, 3, 4))
-    node = tree.match(key(1, 2), WIDTH).node
+    node = tree.match(key(1, 2), WIDTH)[0]
     tree.lock(node)
     assert tree.evictable_pages == 2
     assert evicted(tree, 100) == [[3, 4]]
@@ -151,7 +150,7 @@ def test_page_wise_eviction_takes_tails_and_stops_at_the_demand() -> None:
     store(tree, (1, 2, 3), (1, 2, 3))
     store(tree, (7, 8), (7, 8))
     assert evicted(tree, 2) == [[3, 2]]
-    assert list(tree.match(key(1, 2, 3), WIDTH).pages) == [1]
+    assert list(tree.match(key(1, 2, 3), WIDTH)[1]) == [1]
     assert evicted(tree, 2) == [[8, 7]]
     assert evicted(tree, 2) == [[1]]
     assert tree.evictable_pages == 0
@@ -161,16 +160,16 @@ def test_namespaces_are_disjoint_and_go_with_their_content() -> None:
     tree = RadixTree()
     store(tree, (1, 2), (1, 2), "a")
     store(tree, (1, 2), (3, 4), "b")
-    assert list(tree.match(key(1, 2), WIDTH, "b").pages) == [3, 4]
+    assert list(tree.match(key(1, 2), WIDTH, "b")[1]) == [3, 4]
     assert evicted(tree, 4) == [[1, 2], [3, 4]]
     assert tree.roots == {}
 
 
 def test_a_held_root_stays_until_it_is_let_go() -> None:
     tree = RadixTree()
-    root = tree.match(key(1), WIDTH, "a").node
+    root = tree.match(key(1), WIDTH, "a")[0]
     tree.lock(root)
-    node = tree.insert(root, key(1), WIDTH, pages(1)).node
+    node = tree.insert(root, key(1), WIDTH, pages(1))[0]
     tree.unlock(node)
     assert evicted(tree, 1) == [[1]]
     assert tree.roots == {}
@@ -181,7 +180,7 @@ def test_clear_forgets_everything() -> None:
     store(tree, (1, 2), (1, 2))
     tree.clear()
     assert tree.evictable_pages == 0
-    assert not tree.match(key(1, 2), WIDTH).pages
+    assert not tree.match(key(1, 2), WIDTH)[1]
     assert evicted(tree, 1) == []
 
 
@@ -212,8 +211,8 @@ def test_paths_longer_than_the_recursion_limit_work() -> None:
     node: Node = root
     row = pages(*range(1, depth + 1))
     for at in range(depth):
-        node = tree.insert(node, key(at), WIDTH, row, start=at).node
-    assert len(tree.match(key(*range(depth)), WIDTH).pages) == depth
+        node = tree.insert(node, key(at), WIDTH, row, start=at)[0]
+    assert len(tree.match(key(*range(depth)), WIDTH)[1]) == depth
     assert len(tree.unlock(node)) == depth
     assert list(tree.faults()) == []
     assert len(evicted(tree, depth)) == depth

@@ -1,0 +1,76 @@
+"""Decode steps of a whole batch in one call.
+
+A step of B sequences through `reserve([(seq, 1), ...])` pays for B pairs, look-ups and result objects. A batch is
+made once, when its members change, and then asked for a slot each, step after step. It decides as the list form
+does: demand summed first, all or nothing, members in order.
+
+    batch = allocator.decode_batch(seqs)
+    step = batch.reserve()          # None: no room, nothing taken; the caller preempts and makes a new batch
+    ... the model runs ...
+    batch.commit()                  # the KV of one more token of each is written
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, field
+
+from kvarena.allocators.interface import KVAllocator, PageIds, Reservation, Sequence
+
+
+@dataclass(slots=True)
+class StepReservation:
+    """New pages of one step: `page_ids[i]` went to the member at `members[i]`, ascending; others had room."""
+
+    seqs: list[Sequence]
+    members: ListLike[int]
+    page_ids: array[int]
+    evicted: PageIds = ()
+    _each: list[Reservation] = field(default_factory=list)
+
+    def reservations(self) -> list[Reservation]:
+        """The same as the list form gives it, one for each member. O(B)."""
+        if not self._each:
+            self._each = [Reservation(seq) for seq in self.seqs]
+            for member, page in zip(self.members, self.page_ids, strict=True):
+                self._each[member].page_ids = array("i", [page])
+            if self._each:
+                self._each[0].evicted = self.evicted
+        return self._each
+
+
+class DecodeBatch:
+    """Live sequences whose prefill is committed; each gains one token a step.
+
+    While a batch is in use it raises its members' `num_computed_tokens`; whoever sets them otherwise makes a new
+    batch. This form serves every allocator; one that can do better returns its own from `decode_batch`.
+    """
+
+    def __init__(self, allocator: KVAllocator, seqs: Iterable[Sequence]) -> None:
+        self.allocator = allocator
+        self.seqs = list(seqs)
+        if len({seq.request_id for seq in self.seqs}) < len(self.seqs):
+            raise ValueError("decode batch: a request is in it twice")
+        for seq in self.seqs:
+            if seq.num_computed_tokens < seq.num_prefill_tokens:
+                raise ValueError(f"request {seq.request_id!r} is not decoding: {seq!r}")
+
+    def reserve(self) -> StepReservation | None:
+        """A slot for the next token of each member, all or nothing."""
+        reservations = self.allocator.reserve([(seq, 1) for seq in self.seqs])
+        if reservations is None:
+            return None
+        members = [at for at, reservation in enumerate(reservations) if reservation.page_ids]
+        page_ids = array("i")
+        for at in members:
+            page_ids += reservations[at].page_ids
+        evicted = array("i")
+        for reservation in reservations:
+            evicted.extend(reservation.evicted)
+        return StepReservation(self.seqs, members, page_ids, evicted, reservations)
+
+    def commit(self) -> None:
+        """The KV of one more token of each member is written."""
+        self.allocator.commit([(seq, seq.num_computed_tokens + 1) for seq in self.seqs])

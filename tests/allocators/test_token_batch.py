@@ -1,0 +1,164 @@
+"""A decode batch decides as the list form of reserve, whatever happens between its steps."""
+
+import random
+from typing import Any
+
+import pytest
+from kvarena.allocators.config import make_allocator
+from kvarena.allocators.decode_batch import DecodeBatch, StepReservation
+from kvarena.allocators.interface import EventKind, KVAllocator, Release, Sequence
+
+
+def make(num_pages: int, **fields: Any) -> KVAllocator:
+    allocator = make_allocator({"kind": "token", **fields}, num_pages=num_pages)
+    allocator.events.enabled = True
+    return allocator
+
+
+def prefill(allocator: KVAllocator, seq: Sequence) -> bool:
+    if allocator.admit(seq) is None:
+        return False
+    allocator.commit([(seq, seq.num_prefill_tokens)])
+    return True
+
+
+def outcome(step: StepReservation | None) -> Any:
+    if step is None:
+        return None
+    return [(list(r.page_ids), list(r.evicted)) for r in step.reservations()]
+
+
+class Twin:
+    """The same requests on an allocator driven by its own batch and on one driven by the list form."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.sides = [make(**fields), make(**fields)]
+        self.live: list[dict[str, Sequence]] = [{}, {}]
+
+    def arrive(self, name: str, tokens: list[int]) -> None:
+        admitted = []
+        for allocator, live in zip(self.sides, self.live, strict=True):
+            seq = Sequence(name, tokens)
+            admitted.append(prefill(allocator, seq))
+            if admitted[-1]:
+                live[name] = seq
+        assert admitted[0] == admitted[1]
+
+    def leave(self, name: str, reason: Release) -> None:
+        for allocator, live in zip(self.sides, self.live, strict=True):
+            allocator.release([live.pop(name)], reason)
+
+    def steps(self, names: list[str], count: int, rng: random.Random) -> None:
+        batches = [self.sides[0].decode_batch([self.live[0][n] for n in names])]
+        batches.append(DecodeBatch(self.sides[1], [self.live[1][n] for n in names]))
+        for _ in range(count):
+            for live in self.live:
+                for name in names:
+                    live[name].append(7)
+            results = [outcome(batch.reserve()) for batch in batches]
+            assert results[0] == results[1]
+            if results[0] is None:
+                for live in self.live:
+                    for name in names:
+                        live[name].pop()
+                break
+            for batch in batches:
+                batch.commit()
+            if rng.random() < 0.2:  # another verb touches a member: the batch has to notice
+                name = rng.choice(names)
+                for allocator, live in zip(self.sides, self.live, strict=True):
+                    allocator.extend(live[name], 3)
+        self.compare()
+
+    def compare(self) -> None:
+        assert self.sides[0].capacity() == self.sides[1].capacity()
+        events = [[(e.kind, e.request_id, e.page_ids) for e in side.events.drain()] for side in self.sides]
+        assert events[0] == events[1]
+        for side in self.sides:
+            side.check()
+        for name in self.live[0]:
+            one, two = (side.page_ids(live[name]) for side, live in zip(self.sides, self.live, strict=True))
+            assert one == two
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"page_size": 1, "num_pages": 200},
+        {"page_size": 4, "num_pages": 60},
+        {"page_size": 16, "num_pages": 24},
+        {"page_size": 4, "num_pages": 60, "demand_slack": 0},
+        {"page_size": 3, "num_pages": 60, "demand_slack": 2},
+        {"page_size": 4, "num_pages": 60, "need_sort": True},
+        {"page_size": 1, "num_pages": 200, "prefix_cache": False},
+    ],
+    ids=str,
+)
+def test_a_batch_step_decides_as_the_list_form(fields: dict[str, Any]) -> None:
+    rng = random.Random(str(fields))
+    twin = Twin(**fields)
+    for number in range(200):
+        verb = rng.random()
+        if verb < 0.45 or not twin.live[0]:
+            twin.arrive(f"r{number}", [rng.randint(0, 1) for _ in range(rng.randint(1, 30))])
+        elif verb < 0.65:
+            twin.leave(rng.choice(sorted(twin.live[0])), rng.choice([Release.FINISH, Release.PREEMPT]))
+        else:
+            names = rng.sample(sorted(twin.live[0]), rng.randint(1, len(twin.live[0])))
+            twin.steps(names, rng.randint(1, 20), rng)
+        twin.compare()
+
+
+def test_a_step_without_room_takes_nothing_and_says_so() -> None:
+    allocator = make(2, page_size=4)
+    seqs = [Sequence(name, [number] * 4) for number, name in enumerate("ab")]
+    for seq in seqs:
+        prefill(allocator, seq)
+    allocator.events.drain()
+    batch = allocator.decode_batch(seqs)
+    assert batch.reserve() is None
+    assert [event.kind for event in allocator.events.drain()] == [EventKind.REFUSE] * 2
+    assert allocator.room() == (0, 0)
+    allocator.release([seqs[0]], Release.PREEMPT)
+    alone = allocator.decode_batch(seqs[1:])
+    assert alone.reserve() is not None
+    alone.commit()
+    assert seqs[1].num_computed_tokens == 5
+    allocator.check()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_misuse_of_a_batch_raises(own: bool) -> None:
+    allocator = make(20, page_size=4)
+    seq = Sequence("a", range(4))
+    allocator.admit(seq)
+    kind = allocator.decode_batch if own else lambda seqs: DecodeBatch(allocator, seqs)
+    with pytest.raises(ValueError, match="'a' is not decoding"):
+        kind([seq])
+    allocator.commit([(seq, 4)])
+    batch = kind([seq])
+    with pytest.raises(ValueError, match=r"without a reserved slot|cannot commit 5 tokens"):
+        batch.commit()
+    with pytest.raises(ValueError, match="twice"):
+        kind([seq, seq])
+    allocator.release([seq], Release.FINISH)
+    seq.num_computed_tokens = 4
+    with pytest.raises(ValueError, match="'a' is not live"):
+        batch.reserve()
+
+
+def test_a_member_in_two_batches_keeps_its_row_whole() -> None:
+    allocator = make(64, page_size=4)
+    seqs = [Sequence(name, [number] * 4) for number, name in enumerate("ab")]
+    for seq in seqs:
+        prefill(allocator, seq)
+    first, second = allocator.decode_batch(seqs), allocator.decode_batch(seqs)
+    for _ in range(9):
+        for batch in (first, second):
+            assert batch.reserve() is not None
+            batch.commit()
+            for seq in seqs:
+                seq.append(1)
+            allocator.check()
+    assert [seq.num_computed_tokens for seq in seqs] == [22, 22]
+    assert [len(allocator.page_ids(seq)) for seq in seqs] == [6, 6]
