@@ -18,7 +18,10 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    from kvarena.allocators.decode_batch import DecodeBatch
 
 PADDING_PAGE = 0  # never owned, never handed out; padded writes and left-behind window pages name it
 
@@ -413,6 +416,12 @@ class KVAllocator(ABC):
         """`reserve` n more tokens for one live sequence."""
         reservations = self.reserve([(seq, n)])
         return None if reservations is None else reservations[0]
+
+    def decode_batch(self, seqs: Iterable[Sequence]) -> DecodeBatch:
+        """These sequences as a batch that gains one token each in one call, step after step."""
+        from kvarena.allocators.decode_batch import DecodeBatch
+
+        return DecodeBatch(self, seqs)
 
 
 @dataclass(frozen=True, slots=True)
