@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 from kvarena.allocators.config import Design
 from kvarena.allocators.free_slots import FreePages
@@ -41,39 +41,11 @@ from kvarena.allocators.interface import (
 from kvarena.allocators.token_batch import TokenDecodeBatch
 from kvarena.allocators.token_check import describe, verify
 from kvarena.allocators.token_keys import TokenKeys
+from kvarena.allocators.token_row import Plan, Row, demand, merge_bound, shared_pages
 from kvarena.prefix.eviction import order
 from kvarena.prefix.radix_tree import Node, RadixTree
 
 MAX_ROWS = 4096  # rows of req_to_token, hence live requests (SGLang's own ceiling for its default)
-
-
-class Row:
-    """What a live sequence holds.
-
-    index      its row in req_to_token, from 1
-    page_ids   array('i'), position order
-    node       the tree node whose lock it holds; [0, protected) of `page_ids` is the path to it
-    admitted   reserved at least once; a row that is not goes with the first refusal
-    prefilled  the checkpoint of the whole prefill has run: what follows is decode
-    checkpointed  at least one checkpoint has run
-    batch      the decode batch that has bound this row, told when another verb touches it
-    """
-
-    __slots__ = ("admitted", "batch", "checkpointed", "index", "node", "page_ids", "prefilled", "protected", "seq")
-
-    def __init__(self, seq: Sequence, index: int, node: Node, page_ids: array[int]) -> None:
-        self.seq = seq
-        self.index = index
-        self.node = node
-        self.page_ids = page_ids
-        self.protected = len(page_ids)
-        self.admitted = False
-        self.prefilled = False
-        self.checkpointed = False
-        self.batch: TokenDecodeBatch | None = None
-
-
-Plan: TypeAlias = list[tuple[Row, int, int]]  # of a reserve: row, tokens wanted, new pages
 
 
 class TokenAllocator(KVAllocator):
@@ -151,7 +123,7 @@ class TokenAllocator(KVAllocator):
         refused all the same.
         """
         plan, total = self._plan(wants)
-        evicted = self._make_room(self._demand(plan, total), plan)
+        evicted = self._make_room(plan, total)
         if total > self._free.count:
             self._refuse_all(plan)
             return None
@@ -216,7 +188,8 @@ class TokenAllocator(KVAllocator):
         """Evict leaves until `num_tokens` tokens are free or none can go; nothing while that many are free."""
         if num_tokens < 0:
             raise ValueError(f"num_tokens: expected 0 or more, found {num_tokens}")
-        return list(self._make_room(-(-num_tokens // self.page_size), []))
+        short = -(-num_tokens // self.page_size) - self._free.count
+        return list(self._evict(short, None)) if short > 0 else []
 
     def page_ids(self, seq: Sequence) -> array[int]:
         """Pages of a live sequence, a copy."""
@@ -237,7 +210,7 @@ class TokenAllocator(KVAllocator):
             free=free,
             evictable=evictable,
             in_use=self.num_pages - free - evictable,
-            shared=self._num_shared(),
+            shared=shared_pages(rows),
             free_rows=len(self._free_rows),
             wasted_slots=slots,
         )
@@ -348,26 +321,13 @@ class TokenAllocator(KVAllocator):
             total += new
         return plan, total
 
-    def _demand(self, plan: Plan, total: int) -> int:
-        """Pages to ask for. SGLang 0.5.22 at page_size > 1: a prefill asks for its new tokens and a page on top, a
-        decode for a page even when it needs none."""
-        size, slack = self.page_size, self.design.demand_slack
-        if size == 1 or slack == 0:
-            return total
-        tokens = 0
-        for row, n, new in plan:
-            if row.seq.num_computed_tokens >= row.seq.num_prefill_tokens:
-                tokens += max(new, slack) * size
-            else:
-                tokens += n + slack * size
-        return -(-tokens // size)
-
-    def _make_room(self, num_pages: int, plan: Plan) -> PageIds:
-        """Evict what `num_pages` lacks; returns the pages that went. Then merge what waits, if it is time to."""
-        short = num_pages - self._free.count
-        evicted = self._evict(short, plan[0][0].seq.request_id if plan else None) if short > 0 else ()
-        if self._free.need_sort:
-            self._merge_waiting(plan)
+    def _make_room(self, plan: Plan, total: int) -> PageIds:
+        """Evict what the call's demand lacks; returns the pages that went. Then merge what waits, if it is time."""
+        size, slack, free = self.page_size, self.design.demand_slack, self._free
+        short = (total if size == 1 or slack == 0 else demand(plan, size, slack)) - free.count
+        evicted = self._evict(short, plan[0][0].seq.request_id) if short > 0 else ()
+        if free.need_sort and size > 1 and merge_bound(plan, size) > free.num_ready:
+            free.merge()
         return evicted
 
     def _evict(self, num_pages: int, request_id: str | None) -> PageIds:
@@ -386,16 +346,6 @@ class TokenAllocator(KVAllocator):
             self._refuse(row.seq, "no room")
             if not row.admitted:
                 self._drop(row)
-
-    def _merge_waiting(self, plan: Plan) -> None:
-        """SGLang 0.5.22 with need_sort, page_size > 1: waiting pages are merged by a loose bound, not by the need."""
-        if self.page_size == 1:
-            return
-        decoding = [n for row, n, _ in plan if row.seq.num_computed_tokens >= row.seq.num_prefill_tokens]
-        extending = [n for row, n, _ in plan if row.seq.num_computed_tokens < row.seq.num_prefill_tokens]
-        bound = sum(extending) // self.page_size + len(extending) + 1 if extending else 0
-        if max(bound, len(decoding)) > self._free.num_ready:
-            self._free.merge()
 
     # --- publishing ---
 
@@ -468,17 +418,3 @@ class TokenAllocator(KVAllocator):
             self.events.add(EventKind.PUBLISH, seq.request_id, published)
         if duplicates:
             self.events.add(EventKind.DUPLICATE, seq.request_id, duplicates)
-
-    def _num_shared(self) -> int:
-        """Pages on the path of more than one live sequence: where a walk up meets one made before."""
-        seen: set[Node] = set()
-        shared: set[Node] = set()
-        for row in self._rows.values():
-            node = row.node
-            while node.parent is not None and node not in seen:
-                seen.add(node)
-                node = node.parent
-            while node.parent is not None and node not in shared:
-                shared.add(node)
-                node = node.parent
-        return sum(len(node.pages) for node in shared)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from kvarena.allocators.interface import AllocatorError
+from kvarena.allocators.token_row import Row
 from kvarena.prefix.radix_tree import Node
 
 if TYPE_CHECKING:
-    from kvarena.allocators.token import Row, TokenAllocator
+    from kvarena.allocators.token import TokenAllocator
 
 SHOWN_NODES = 40
 SHOWN_IDS = 12
