@@ -14,10 +14,20 @@ from typing import Any
 
 from kvarena.experiments.traces.base import Request, Trace
 
-NAMES: dict[str, str] = {
-    "chat": "kvarena.experiments.workloads.chat",
-    "mooncake_like": "kvarena.experiments.workloads.mooncake_like",
-}
+_MODULES = (
+    "chat",
+    "mooncake_like",
+    "generated_shared_prefix",
+    "prefix_repetition",
+    "agents",
+    "few_shot",
+    "tree_of_thought",
+    "long_document_qa",
+    "no_reuse",
+    "hit_rate",
+)
+
+NAMES: dict[str, str] = {name: f"kvarena.experiments.workloads.{name}" for name in _MODULES}
 
 
 def make(name: str, *, seed: int = 0, speed: float = 1.0, limit: int | None = None, **parameters: Any) -> Trace:

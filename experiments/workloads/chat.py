@@ -16,16 +16,24 @@ time of tens of seconds, a number of turns that falls geometrically. They are pa
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from kvarena.experiments.traces.base import Request, Trace
 from kvarena.experiments.workloads import trace_of
 from kvarena.experiments.workloads.draws import (
+    DECODE_S_PER_TOKEN,
+    Timed,
+    Tokens,
     check_count,
     check_number,
+    check_shape,
+    in_arrival_order,
     lognormal_lengths,
     poisson_arrivals,
+    request,
+    text,
     zipf_choice,
 )
 from numpy.typing import NDArray
@@ -35,9 +43,6 @@ ASSISTANT_HEADER = (1, 5, 2)
 END_OF_TURN = 6
 FIRST_TEXT_TOKEN = 16
 """Ids below are the chat template's."""
-
-DECODE_S_PER_TOKEN = 0.02
-"""Nominal time a reply token takes when the think time starts after the reply."""
 
 
 @dataclass(frozen=True)
@@ -73,26 +78,21 @@ class Shape:
     retry_share: float = 0.05
     vocab_size: int = 32_000
 
-    def check(self) -> None:
-        """Raises ValueError that names the parameter."""
-        for name in ("num_sessions", "num_system_prompts", "max_turns", "max_message", "max_reply"):
-            check_count(name, getattr(self, name))
-        check_count("system_prompt_min", self.system_prompt_min)
-        check_count("system_prompt_max", self.system_prompt_max, minimum=self.system_prompt_min)
-        check_count("vocab_size", self.vocab_size, minimum=FIRST_TEXT_TOKEN + 2)
-        for name in ("system_zipf", "message_sigma", "reply_sigma", "think_sigma"):
-            check_number(name, getattr(self, name))
-        for name in ("sessions_per_s", "message_median", "reply_median", "think_median_s"):
-            check_number(name, getattr(self, name), minimum=1e-6)
-        check_number("mean_turns", self.mean_turns, minimum=1.0)
-        check_number("retry_share", self.retry_share, maximum=1.0)
-
 
 def make(seed: int = 0, shape: Shape | None = None) -> Trace:
     """The `chat` workload of that seed, about 3,100 requests by default. Raises ValueError for a bad parameter."""
     shape = shape or Shape()
-    check_count("seed", seed, minimum=0)
-    shape.check()
+    check_shape(
+        seed,
+        shape,
+        counts=("num_sessions", "num_system_prompts", "max_turns", "max_message", "max_reply", "system_prompt_min"),
+        positive=("sessions_per_s", "message_median", "reply_median", "think_median_s"),
+        numbers=("system_zipf", "message_sigma", "reply_sigma", "think_sigma"),
+        shares=("retry_share",),
+    )
+    check_count("system_prompt_max", shape.system_prompt_max, minimum=shape.system_prompt_min)
+    check_count("vocab_size", shape.vocab_size, minimum=FIRST_TEXT_TOKEN + 2)
+    check_number("mean_turns", shape.mean_turns, minimum=1.0)
     rng = np.random.default_rng([seed, 0xC4A7])
     return trace_of("chat", _requests(rng, shape), {"seed": seed, **asdict(shape)})
 
@@ -102,20 +102,20 @@ def _requests(rng: np.random.Generator, shape: Shape) -> list[Request]:
     groups = zipf_choice(rng, shape.num_sessions, shape.num_system_prompts, shape.system_zipf)
     starts = poisson_arrivals(rng, shape.num_sessions, shape.sessions_per_s)
     turns = np.minimum(rng.geometric(1.0 / shape.mean_turns, shape.num_sessions), shape.max_turns)
-    timed: list[tuple[float, Request]] = []
+    timed: Timed = []
     for session in range(shape.num_sessions):
         system = systems[groups[session]]
         timed += _conversation(rng, shape, session, int(groups[session]), system, starts[session], int(turns[session]))
     return in_arrival_order(timed)
 
 
-def _system_prompts(rng: np.random.Generator, shape: Shape) -> list[NDArray[np.int32]]:
+def _system_prompts(rng: np.random.Generator, shape: Shape) -> list[Tokens]:
     lengths = rng.integers(shape.system_prompt_min, shape.system_prompt_max, shape.num_system_prompts, endpoint=True)
     return [_text(rng, shape, int(length) | 1) for length in lengths]
 
 
-def _text(rng: np.random.Generator, shape: Shape, length: int) -> NDArray[np.int32]:
-    return rng.integers(FIRST_TEXT_TOKEN, shape.vocab_size, length, dtype=np.int32)
+def _text(rng: np.random.Generator, shape: Shape, length: int) -> Tokens:
+    return text(rng, length, first=FIRST_TEXT_TOKEN, vocab_size=shape.vocab_size)
 
 
 def _conversation(
@@ -123,10 +123,10 @@ def _conversation(
     shape: Shape,
     session: int,
     group: int,
-    system: NDArray[np.int32],
+    system: Tokens,
     start_s: float,
     num_turns: int,
-) -> list[tuple[float, Request]]:
+) -> Timed:
     """(arrival, request) of every turn; token ids and replies are views of one buffer."""
     messages = lognormal_lengths(
         rng, num_turns, median=shape.message_median, sigma=shape.message_sigma, low=1, high=shape.max_message
@@ -137,17 +137,17 @@ def _conversation(
     thinks = rng.lognormal(np.log(shape.think_median_s), shape.think_sigma, num_turns)
     retried = rng.random(num_turns) < shape.retry_share
     buffer, ends = _transcript(rng, shape, system, messages, replies)
-    timed: list[tuple[float, Request]] = []
+    timed: Timed = []
     now = start_s
     for turn, (prompt_end, reply_end) in enumerate(ends):
         output = buffer[prompt_end:reply_end]
-        name = f"s{session}.t{turn}"
-        extra = {"turn": turn, "group": group}
-        timed.append((now, _request(name, session, buffer[:prompt_end], output, extra)))
+        name, prompt = f"s{session}.t{turn}", buffer[:prompt_end]
+        about: dict[str, Any] = {"session": f"s{session}", "extra": {"turn": turn, "group": group}}
+        timed.append((now, request(name, prompt, output, **about)))
         if retried[turn]:
             other = _text(rng, shape, len(output))
             later = now + rng.uniform(0.2, 1.2)
-            timed.append((later, _request(f"{name}.again", session, buffer[:prompt_end], other, extra)))
+            timed.append((later, request(f"{name}.again", prompt, other, **about)))
         now += len(output) * DECODE_S_PER_TOKEN + thinks[turn]
     return timed
 
@@ -155,12 +155,12 @@ def _conversation(
 def _transcript(
     rng: np.random.Generator,
     shape: Shape,
-    system: NDArray[np.int32],
+    system: Tokens,
     messages: NDArray[np.int64],
     replies: NDArray[np.int64],
-) -> tuple[NDArray[np.int32], list[tuple[int, int]]]:
+) -> tuple[Tokens, list[tuple[int, int]]]:
     """The whole conversation, int32 [n], and (end of prompt, end of reply) of every turn."""
-    parts: list[NDArray[np.int32]] = [system]
+    parts: list[Tokens] = [system]
     ends: list[tuple[int, int]] = []
     length = len(system)
     for message, reply in zip(messages.tolist(), replies.tolist(), strict=True):
@@ -172,27 +172,5 @@ def _transcript(
     return np.concatenate(parts), ends
 
 
-def _ids(values: tuple[int, ...]) -> NDArray[np.int32]:
+def _ids(values: tuple[int, ...]) -> Tokens:
     return np.array(values, np.int32)
-
-
-def _request(
-    name: str, session: int, prompt: NDArray[np.int32], output: NDArray[np.int32], extra: dict[str, int]
-) -> Request:
-    return Request(
-        request_id=name,
-        arrival_s=0.0,
-        num_prompt_tokens=len(prompt),
-        num_output_tokens=len(output),
-        token_ids=prompt,
-        output_ids=output,
-        session_id=f"s{session}",
-        extra=extra,
-    )
-
-
-def in_arrival_order(timed: list[tuple[float, Request]]) -> list[Request]:
-    """Requests sorted by time (equal times keep their order), arrivals counted from the first."""
-    timed = sorted(timed, key=lambda pair: pair[0])
-    first = timed[0][0]
-    return [replace(request, arrival_s=float(arrival - first)) for arrival, request in timed]

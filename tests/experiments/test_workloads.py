@@ -10,7 +10,7 @@ from kvarena.experiments.traces import load_trace
 from kvarena.experiments.traces.describe import describe
 from kvarena.experiments.workloads import chat
 from support.lru import replay_lru
-from support.traces import needs_traces, public_file
+from support.traces import common_prefix, needs_traces, public_file
 
 # Block hit rates of LRU on Mooncake conversation, whole run (support.lru reproduces them from the file).
 REAL_LRU = {1_000: 0.0445, 10_000: 0.2112, 30_000: 0.3257, 50_000: 0.3546, 100_000: 0.3637}
@@ -194,3 +194,175 @@ def test_mooncake_like_ids_are_prefix_chained_and_in_order_of_first_use():
             assert parents.setdefault(block, (depth, parent)) == (depth, parent)
             next_new += block == next_new
         assert max(blocks) < next_new
+
+
+# generators with other people's parameters
+
+
+def test_generated_shared_prefix_does_what_the_parameters_say():
+    trace = workloads.make(
+        "generated_shared_prefix",
+        gsp_num_groups=5,
+        gsp_prompts_per_group=7,
+        gsp_system_prompt_len=100,
+        gsp_question_len=11,
+        gsp_output_len=13,
+        gsp_num_turns=3,
+    )
+    requests = list(trace)
+    assert len(requests) == 5 * 7 * 3
+    assert {r.num_prompt_tokens for r in requests} == {111, 135, 159}
+    assert {r.num_output_tokens for r in requests} == {13}
+    assert set(Counter(r.extra["group"] for r in requests).values()) == {21}
+    heads = {(r.extra["group"], r.token_ids[:100].tobytes()) for r in requests}
+    assert len(heads) == 5
+    assert trace.visible.outputs == "recorded"
+    assert workloads.make("generated_shared_prefix", gsp_num_groups=5).visible.outputs == "unreachable"
+
+
+def test_generated_shared_prefix_ranges_and_zipf():
+    ranged = list(workloads.make("generated_shared_prefix", gsp_range_ratio=0.5))
+    assert {r.num_prompt_tokens - 1024 >= 64 for r in ranged} == {True}
+    assert len({r.num_prompt_tokens for r in ranged}) > 100
+    skewed = workloads.make("generated_shared_prefix", gsp_group_distribution="zipf", gsp_zipf_alpha=1.5)
+    sizes = Counter(r.extra["group"] for r in skewed)
+    assert sum(sizes.values()) == 64 * 16
+    assert sizes[0] > 5 * 16
+    with pytest.raises(ValueError, match="gsp_group_distribution: expected uniform or zipf, found 'x'"):
+        workloads.make("generated_shared_prefix", gsp_group_distribution="x")
+
+
+def test_prefix_repetition_does_what_the_parameters_say():
+    trace = workloads.make(
+        "prefix_repetition",
+        num_prompts=103,
+        prefix_repetition_num_prefixes=10,
+        prefix_repetition_prefix_len=50,
+        prefix_repetition_suffix_len=20,
+        prefix_repetition_output_len=7,
+    )
+    requests = list(trace)
+    assert len(requests) == 100
+    assert {(r.num_prompt_tokens, r.num_output_tokens) for r in requests} == {(70, 7)}
+    assert len({r.token_ids[:50].tobytes() for r in requests}) == 10
+    assert len({r.token_ids[50:].tobytes() for r in requests}) == 100
+    own = next(row for row in describe(trace)["ceilings"] if row["page_size"] == 1)
+    assert own["token_hit_rate"] == pytest.approx(90 * 50 / (100 * 70), abs=2e-3)
+
+
+# the others
+
+
+def test_agents_grow_by_reply_and_result_and_wait_for_sub_agents():
+    trace = workloads.make("agents", num_sessions=30, subagent_share=0.3)
+    by_session = {}
+    for request in trace:
+        by_session.setdefault(request.session_id, []).append(request)
+    subs = [name for name in by_session if "/sub" in name]
+    assert len(subs) >= 3
+    for requests in by_session.values():
+        for before, after in pairwise(requests):
+            said = np.concatenate([before.token_ids, before.output_ids])
+            assert np.array_equal(after.token_ids[: len(said)], said)
+            assert len(after.token_ids) > len(said)
+    for name in subs:
+        parent, step = name.split("/")[0].rsplit(".", 1)
+        later = [r for r in by_session[parent] if r.extra["step"] > int(step)]
+        last = by_session[name][-1]
+        if later:
+            assert later[0].arrival_s >= last.arrival_s
+            assert last.output_ids.tobytes() in later[0].token_ids.tobytes()
+
+
+def test_few_shot_prompts_share_by_the_smaller_number_of_examples():
+    requests = list(workloads.make("few_shot", num_requests=300))
+    by_task = {}
+    for request in requests:
+        by_task.setdefault(request.extra["task"], []).append(request)
+    for members in by_task.values():
+        for one, other in pairwise(members):
+            few, many = sorted((one, other), key=lambda r: r.extra["shots"])
+            same = few.extra["shots"] == many.extra["shots"]
+            shared = common_prefix(few.token_ids.tolist(), many.token_ids.tolist())
+            assert shared >= 61
+            assert same or shared < few.num_prompt_tokens
+
+
+def test_tree_of_thought_siblings_are_in_flight_at_once_behind_one_prompt():
+    requests = list(workloads.make("tree_of_thought", num_problems=3, depth=3, branches=4, beam=2))
+    assert len(requests) == 3 * (4 + 8 + 8)
+    groups = {}
+    for r in requests:
+        groups.setdefault((r.session_id, r.extra["level"]), []).append(r)
+    for (session, level), members in groups.items():
+        assert len({r.arrival_s for r in members}) == 1
+        assert {Counter(r.token_ids.tobytes() for r in members)[m.token_ids.tobytes()] for m in members} == {4}
+        if level:
+            parents = [np.concatenate([p.token_ids, p.output_ids]).tobytes() for p in groups[session, level - 1]]
+            assert all(r.token_ids.tobytes() in parents for r in members)
+
+
+def test_long_document_questions_share_the_document_and_come_apart():
+    requests = list(workloads.make("long_document_qa", num_documents=20))
+    by_document = {}
+    for r in requests:
+        by_document.setdefault(r.extra["document"], []).append(r)
+    assert len(by_document) == 20
+    for members in by_document.values():
+        for one, other in pairwise(members):
+            shared = common_prefix(one.token_ids.tolist(), other.token_ids.tolist())
+            assert shared > 0.9 * one.num_prompt_tokens or one.num_prompt_tokens < 2000
+    gaps = [b.arrival_s - a.arrival_s for members in by_document.values() for a, b in pairwise(members)]
+    assert np.mean(gaps) > 30
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_reuse_prompts_share_no_first_token(seed):
+    trace = workloads.make("no_reuse", seed=seed, num_requests=500)
+    assert len({int(r.token_ids[0]) for r in trace}) == 500
+    assert describe(trace)["reuse"]["requests_that_share"] == 0
+
+
+# the requested hit rate
+
+
+@pytest.mark.parametrize("target", [0.0, 0.01, 0.25, 0.5, 0.75, 0.9])
+@pytest.mark.parametrize(("seed", "page_size"), [(0, 1), (1, 16), (2, 64)])
+def test_the_requested_hit_rate_is_met_within_a_point(target, seed, page_size):
+    trace = workloads.make("hit_rate", seed=seed, token_hit_rate=target, page_size=page_size)
+    requests = [r.token_ids.tolist() for r in trace]
+    # An oracle apart from the tree that the workload uses: whole pages of all prefixes in a set.
+    seen, hits, total = set(), 0, 0
+    for prompt in requests:
+        keys = chained(prompt, page_size)
+        hits += sum(key in seen for key in keys[: (len(prompt) - 1) // page_size]) * page_size
+        seen.update(keys)
+        total += len(prompt)
+    assert abs(hits / total - target) < 0.01
+    assert trace.source["measured_token_hit_rate"] == pytest.approx(hits / total, abs=1e-12)
+
+
+def chained(prompt, page_size):
+    """One key for each whole page, equal exactly when it and all before it are equal (tuples, no hashing of ours)."""
+    keys, parent = [], 0
+    for start in range(0, len(prompt) - page_size + 1, page_size):
+        parent = hash((parent, tuple(prompt[start : start + page_size])))
+        keys.append(parent)
+    return keys
+
+
+def test_the_requested_rate_holds_early_and_late():
+    trace = workloads.make("hit_rate", token_hit_rate=0.6)
+    rates = describe(trace)["ceilings"]
+    own = next(row for row in rates if row["page_size"] == 16)
+    assert own["token_hit_rate"] == pytest.approx(0.6, abs=0.01)
+    assert own["token_hit_rate_last_half"] == pytest.approx(0.6, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"token_hit_rate": 0.99, "num_requests": 5}, {"token_hit_rate": 0.5, "page_size": 4096}, {"token_hit_rate": 1.0}],
+)
+def test_a_rate_that_cannot_be_met_is_refused(parameters):
+    with pytest.raises(ValueError, match=r"token_hit_rate: expected a target that .* can meet"):
+        workloads.make("hit_rate", **parameters)
