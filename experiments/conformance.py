@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from kvarena.allocators.config import AllocatorSpec, make_allocator
@@ -92,9 +93,9 @@ def conformance(
 
     report = Report(getattr(allocator, "__name__", str(allocator)))
     for name, law in _LAWS.items():
-        report.findings.append(_try(name, lambda law=law: law(make)))
+        report.findings.append(_try(name, partial(law, make)))
     for name, random_law in _RANDOM_LAWS.items():
-        report.findings.append(_try(name, lambda law=random_law: law(make, chosen, ops)))
+        report.findings.append(_try(name, partial(random_law, make, chosen, ops)))
     return report
 
 
@@ -280,8 +281,11 @@ def _adapters(make: Make, seeds: list[int], ops: int) -> None:
     for seed in seeds[:2]:
         pool = make()
         # Rows of a windowed design grow past the pool: what the window left behind names the padding page.
-        sizes = {"max_requests": MAX_LIVE, "max_tokens": 2 * pool.num_pages * pool.page_size + MAX_DRAFT * ops}
-        adapters = [kind(pool, slots_by="torch", **sizes) for kind in (BlockTableAdapter, ReqToTokenAdapter)]
+        width = 2 * pool.num_pages * pool.page_size + MAX_DRAFT * ops
+        adapters = [
+            kind(pool, max_requests=MAX_LIVE, max_tokens=width, slots_by="torch")
+            for kind in (BlockTableAdapter, ReqToTokenAdapter)
+        ]
         _run(RandomOps(pool, seed, adapters), seed, ops)
 
 

@@ -173,9 +173,14 @@ def through_kernels(sample: BatchSample, label: str, kind: TableKind, inputs: In
     run_ = _Run(sample, label, kind, inputs)
     run_.fill(inputs, sample.contexts)
     caches = run_.key_cache, run_.value_cache
-    decode = paged_decode(inputs.decode_q, *caches, run_.batch([1] * len(sample.contexts)).table)
+    decoded = paged_decode(inputs.decode_q, *caches, run_.batch([1] * len(sample.contexts)).table)
     step = run_.batch(inputs.new_tokens)
-    return {"decode": decode, "extend": paged_extend(inputs.extend_q, *caches, step.table, step.query_start_loc)}
+    extended = paged_extend(inputs.extend_q, *caches, step.table, step.query_start_loc)
+    return {"decode": _without_lse(decoded), "extend": _without_lse(extended)}
+
+
+def _without_lse(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    return result if isinstance(result, Tensor) else result[0]
 
 
 def oracle(sample: BatchSample, inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -39,7 +39,8 @@ class Contents:
         seq = actor.seq
         for position in range(len(actor.content), seq.num_tokens):
             before = actor.content[-1] if position else ("start", seq.namespace)
-            images = tuple(item for item in seq.extra_keys if item[0] <= position)
+            items: tuple[Any, ...] = seq.extra_keys
+            images = tuple(item for item in items if item[0] <= position)
             key = (before, seq.token_ids[position], images)
             actor.content.append(self._ids.setdefault(key, len(self._ids)))
 
