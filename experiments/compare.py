@@ -195,14 +195,20 @@ def _result(
         resolved,
         manifest,
         pd.concat(rows.requests, ignore_index=True),
-        pd.concat(rows.steps, ignore_index=True),
-        pd.DataFrame(rows.summary),
+        _floats(pd.concat(rows.steps, ignore_index=True)),
+        _floats(pd.DataFrame(rows.summary)),
         pd.DataFrame(rows.timings),
     )
     manifest["divergence"] = record_divergence(result, config, workloads[0], cells)
     inputs = [trace.path] if trace.path is not None and trace.path.is_file() else []
     result.provenance = provenance([w.seed for w in workloads], inputs, started)
     return result
+
+
+def _floats(frame: pd.DataFrame) -> pd.DataFrame:
+    """Columns without any value as NaN, so that they reload as they were."""
+    empty = [name for name in frame.columns if frame[name].isna().all()]
+    return frame.astype(dict.fromkeys(empty, float))
 
 
 def _warnings(config: Config, workloads: list[Workload]) -> list[str]:

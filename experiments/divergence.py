@@ -166,7 +166,8 @@ def record_divergence(result: Result, config: Config, workload: Workload, cells:
     for pool in [result.reference_pool, *result.pools]:
         found = find_divergence(result, names, pool)
         if found is not None:
-            return asdict(_with_evidence(result, found, config, workload, cells))
+            row = asdict(_with_evidence(result, found, config, workload, cells))
+            return {**row, "sides": list(row["sides"])}
     return None
 
 

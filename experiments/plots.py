@@ -79,7 +79,7 @@ def difference(result: Result, ax: Axes | None = None) -> Axes:
     ax.set_ylabel(f"minus {look[first].label.partition(' (')[0]}\n(points)")
     ax.margins(y=0.15)
     _pool_axis(ax, result.summary)
-    if not others:
+    if not others or not len(result.summary):
         _say_no_data(ax)
     return ax
 
@@ -201,7 +201,8 @@ def allocator_time(result: Result, ax: Axes | None = None) -> Axes:
         ax.vlines(x, rows["p50_us"], rows["p99_us"], color=look[name].colour, linewidth=1.2)
         ax.plot(x, rows["p99_us"], "_", color=look[name].colour, markersize=8)
     ax.set_xticks(range(len(VERBS)), list(VERBS))
-    ax.set_yscale("log")
+    if len(table):
+        ax.set_yscale("log")
     ax.set_ylabel("wall time a call (µs):\nmedian, 99th percentile")
     ax.grid(axis="x", visible=False)
     return _finish(ax, table)
@@ -261,10 +262,10 @@ def _pool_axis(ax: Axes, frame: pd.DataFrame) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     sizes = sorted(set(frame["pool_bytes"])) if len(frame) else []
-    ax.set_xscale("log", base=2)
     ax.set_xlabel("pool (bytes on the device)")
     if not sizes:
         return
+    ax.set_xscale("log", base=2)
     low, high = math.ceil(math.log2(sizes[0]) - 1e-9), math.floor(math.log2(sizes[-1]) + 1e-9)
     powers = [2.0**i for i in range(low, high + 1, max(1, (high - low) // 6))]
     ax.xaxis.set_major_locator(FixedLocator(powers if len(powers) > 1 else sizes))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvarena.experiments import plots
 from kvarena.experiments.config import SCHEMA_VERSION
 from kvarena.experiments.provenance import footer
-from kvarena.experiments.style import save_figure
+from kvarena.experiments.style import printable, save_figure
 from kvarena.experiments.tables import remarks, table_html, tables
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def write_report(result: Result, path: Path) -> None:
     """One page, with its figures inside and everything from traces escaped. Needs the SVG files beside it."""
     import tomli_w
 
-    title = f"{result.manifest['trace']}: {' against '.join(result.labels.values())}"
+    title = printable(f"{result.manifest['trace']}: {' against '.join(result.labels.values())}")
     sections = [f"<div class='scroll'>{table_html(table)}</div>" for table in tables(result)]
     for head, lines in remarks(result):
         sections.append(f"<h2>{escape(head)}</h2>" + "".join(f"<p>{escape(line)}</p>" for line in lines))
@@ -116,7 +116,7 @@ def write_report(result: Result, path: Path) -> None:
     sections.append(f"<h2>Config</h2><pre>{escape(tomli_w.dumps(result.config))}</pre>")
     sections.append(
         "<footer>Measured times are in timings.parquet and timings.svg, versions and machine in provenance.json. "
-        f"{escape(result_footer(result))}</footer>"
+        f"{escape(printable(result_footer(result)))}</footer>"
     )
     path.write_text(_page(title, "\n".join(sections)), encoding="utf-8")
 

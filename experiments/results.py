@@ -38,7 +38,7 @@ class Result:
     """One comparison.
 
     config      resolved config, plain data
-    manifest    kind, visible, allocators, pools, ceilings, warnings, kernel check, first divergence
+    manifest    kind, visible, allocators, pools, budgets, warnings, kernel check, first divergence
     requests    seed, pool_bytes, allocator, then the fields of `RequestRow`, with prefix and ceiling tokens
     steps       seed, pool_bytes, allocator, then the fields of `StepRow`
     summary     the measures of `metrics.py` for each seed, pool and allocator
@@ -157,11 +157,18 @@ def load_result(path: Path | str) -> Result:
     provenance.pop("schema_version", None)
     try:
         config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-        summary = pd.read_csv(folder / "summary.csv").drop(columns="schema_version")
+        summary = _read_summary(folder / "summary.csv", len(manifest["budgets"]))
         frames = {name: pd.read_parquet(folder / f"{name}.parquet") for name in FRAMES}
     except (OSError, tomllib.TOMLDecodeError, KeyError, pd.errors.ParserError, ValueError) as error:
         raise ValueError(f"{folder}: not a whole result folder ({error})") from None
     return Result(config, manifest, summary=summary, provenance=provenance, path=folder, **frames)
+
+
+def _read_summary(path: Path, cells: int) -> pd.DataFrame:
+    frame = pd.read_csv(path)
+    if len(frame) != cells or not (frame["schema_version"] == SCHEMA_VERSION).all():
+        raise ValueError(f"{path.name}: expected {cells} rows of schema_version {SCHEMA_VERSION}")
+    return frame.drop(columns="schema_version")
 
 
 def merge_results(results: Iterable[Result]) -> Result:
@@ -203,8 +210,7 @@ def _joined(a: Result, b: Result) -> Result:
     new = [name for name in b.allocators if name not in mine]
     config = {**a.config, "allocators": a.config["allocators"] + _named(b.config["allocators"], new)}
     manifest = {**a.manifest, "allocators": a.manifest["allocators"] + _named(b.manifest["allocators"], new)}
-    for name in ("budgets", "ceilings"):
-        manifest[name] = a.manifest[name] + [row for row in b.manifest[name] if row["allocator"] in new]
+    manifest["budgets"] = a.manifest["budgets"] + [row for row in b.manifest["budgets"] if row["allocator"] in new]
     manifest["warnings"] = list(dict.fromkeys([*a.warnings, *b.warnings]))
     frames = {
         name: pd.concat([getattr(a, name), frame[frame["allocator"].isin(new)]], ignore_index=True)

@@ -104,10 +104,15 @@ def use_paper_style(column: str = "single") -> None:
     )
 
 
+def printable(text: str) -> str:
+    """The text with control characters shown as a replacement: names come from traces."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)
+
+
 def add_footer(figure: Figure, text: str) -> None:
     """One line of provenance under the figure, without a date."""
     figure.get_layout_engine().set(rect=(0, 0.035, 1, 0.965))  # type: ignore[union-attr]
-    figure.text(0.008, 0.01, text, fontsize=5.5, color="#777777", ha="left", va="bottom")
+    figure.text(0.008, 0.01, printable(text).replace("$", r"\$"), fontsize=5.5, color="#777777", ha="left", va="bottom")
 
 
 def save_figure(figure: Figure, stem: Path, kinds: Iterable[str] = FORMATS) -> list[Path]:

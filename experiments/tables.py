@@ -10,6 +10,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from kvarena.experiments.budget import format_bytes
+from kvarena.experiments.style import printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,12 +44,18 @@ BUDGET_LINES = {
 
 @dataclass
 class Table:
-    """Text cells. `notes` stand under it, one a line."""
+    """Text cells, control characters replaced. `notes` stand under it, one a line."""
 
     title: str
     columns: list[str]
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.title = printable(self.title)
+        self.columns = [printable(head) for head in self.columns]
+        self.rows = [[printable(cell) for cell in row] for row in self.rows]
+        self.notes = [printable(note) for note in self.notes]
 
 
 def tables(result: Result) -> list[Table]:
@@ -141,11 +148,12 @@ def remarks(result: Result) -> list[tuple[str, list[str]]]:
     if len(result.allocators) < 2:
         shown = ["one allocator: nothing to compare"]
     seen = ", ".join(f"{name} {value}" for name, value in result.visible.items())
-    return [
-        ("First request on which the designs differ", shown),
-        ("What the trace can show", [seen, *result.warnings]),
-        ("Kernels, the common ground", [kernel_line(result)]),
-    ]
+    heads = {
+        "First request on which the designs differ": shown,
+        "What the trace can show": [seen, *result.warnings],
+        "Kernels, the common ground": [kernel_line(result)],
+    }
+    return [(head, [printable(line) for line in lines]) for head, lines in heads.items()]
 
 
 def kernel_line(result: Result) -> str:

@@ -1,0 +1,294 @@
+"""Figures: nothing overlaps, nothing is drawn that is not there, and an allocator looks alike everywhere."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+from kvarena.allocators.config import block, token
+from kvarena.experiments import plots
+from kvarena.experiments.style import (
+    KIND_COLOURS,
+    STYLE,
+    Look,
+    add_footer,
+    looks,
+    printable,
+    save_figure,
+    use_paper_style,
+)
+from support.golden import CASES
+from support.small import shared, small
+
+mpl.use("agg")
+CASE = {row["id"]: row for row in map(json.loads, CASES.read_text().splitlines())}
+ALL = {**plots.PLOTS, "allocator_time": plots.allocator_time, "difference": plots.difference}
+ALL["hit_rate_by_page_size"] = plots.hit_rate_by_page_size
+
+
+@pytest.fixture(autouse=True)
+def _close():
+    yield
+    plt.close("all")
+
+
+def with_frames(**frames):
+    """The shared result with some tables replaced."""
+    return replace(shared(), **frames)
+
+
+def texts(figure):
+    """Every text that is drawn, with its box in pixels."""
+    figure.canvas.draw()
+    renderer = figure.canvas.get_renderer()
+    found = [*figure.texts, *(text for axes in figure.axes for text in texts_of(axes))]
+    return [(t.get_text(), t.get_window_extent(renderer)) for t in found if t.get_visible() and t.get_text().strip()]
+
+
+def texts_of(axes):
+    yield from (axes.title, axes._left_title, axes._right_title, axes.xaxis.label, axes.yaxis.label, *axes.texts)
+    if axes.get_legend() is not None:
+        yield from axes.get_legend().get_texts()
+    for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        low, high = sorted(limits)
+        for place, label in zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=False):
+            if low <= place <= high:
+                yield label
+
+
+def overlapping(figure):
+    drawn = texts(figure)
+    pairs = [(a, b) for i, a in enumerate(drawn) for b in drawn[i + 1 :]]
+    return [(a[0], b[0]) for a, b in pairs if _area(a[1], b[1]) > 1.0]
+
+
+def _area(a, b):
+    width = min(a.x1, b.x1) - max(a.x0, b.x0)
+    height = min(a.y1, b.y1) - max(a.y0, b.y0)
+    return max(width, 0) * max(height, 0)
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_no_labels_overlap_and_none_is_cut_off(name):
+    with mpl.rc_context(STYLE):
+        figure = ALL[name](shared()).get_figure()
+        add_footer(
+            figure, "kvarena 0.0.0 · chat · llama-3-8b · 1 live · prompts only · outputs recorded · config 0123456789"
+        )
+        assert overlapping(figure) == []
+        box = figure.bbox
+        for text, extent in texts(figure):
+            assert extent.x0 >= box.x0 - 1, text
+            assert extent.x1 <= box.x1 + 1, text
+            assert extent.y0 >= box.y0 - 1, text
+            assert extent.y1 <= box.y1 + 1, text
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_axes_given_are_drawn_into_and_no_default_changes(name):
+    before = dict(mpl.rcParams)
+    figure, ax = plt.subplots()
+    assert ALL[name](shared(), ax=ax) is ax
+    assert plt.get_fignums() == [figure.number]
+    assert dict(mpl.rcParams) == before
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_axes_have_labels_and_units(name):
+    ax = ALL[name](shared())
+    for axes in ax.get_figure().axes:
+        assert axes.get_ylabel() or [t.get_text() for t in axes.get_yticklabels()] == [
+            "tail",
+            "reservation",
+            "duplicates",
+        ]
+    lowest = ax.get_figure().axes[-1]
+    assert lowest.get_xlabel() or [t.get_text() for t in lowest.get_xticklabels()] == list(plots.VERBS)
+    words = " ".join(a.get_xlabel() + a.get_ylabel() for a in ax.get_figure().axes)
+    assert any(unit in words for unit in ("%", "bytes", "GiB", "MiB", "µs", "points", "tokens"))
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_legends_never_say_plain_vllm_or_sglang(name):
+    for axes in ALL[name](shared()).get_figure().axes:
+        legend = axes.get_legend()
+        for text in [] if legend is None else legend.get_texts():
+            assert text.get_text().strip() not in ("vLLM", "SGLang", "vllm", "sglang")
+
+
+def test_an_empty_table_says_no_data_and_does_not_fail():
+    empty = with_frames(
+        summary=shared().summary.iloc[:0], steps=shared().steps.iloc[:0], timings=shared().timings.iloc[:0]
+    )
+    for name, plot in ALL.items():
+        figure = plot(empty).get_figure()
+        figure.canvas.draw()
+        assert any("no data" in text for text, _ in texts(figure)), name
+
+
+# --- the reported faults ---
+
+
+def test_page_sizes_are_categories_in_numeric_order():
+    case = CASE["plot-03"]
+    sizes = [row["page_size"] for row in case["input"]["rows"]]
+    result = small(allocators=[block(page_size=size) for size in sizes], pool="700 MiB")
+    ax = plots.hit_rate_by_page_size(result)
+    assert [int(t.get_text()) for t in ax.get_xticklabels()] == case["expect"]["order"]
+    assert list(ax.get_xticks()) == [0, 1, 2, 3]
+    legend = [t.get_text() for t in ax.get_legend().get_texts()]
+    expected = {1: ", page 1", 4: ", page 4", 16: "", 128: ", page 128"}
+    assert legend == [f"block (vLLM 0.32.0 rules){expected[int(size)]}" for size in case["expect"]["legend"]]
+    assert len({line.get_color() for line in ax.get_lines()}) == 4
+
+
+def test_gaps_stay_gaps_and_an_empty_series_keeps_its_colour_and_says_so():
+    case = CASE["plot-04"]["input"]["series"]
+    _, ax = plt.subplots()
+    styles = {
+        "block": Look("block", "#0072B2", "o", "-", "white"),
+        "radix": Look("radix", "#D55E00", "s", "-", "white"),
+    }
+    for name, values in case.items():
+        plots.draw_series(ax, [1, 2, 3], values, styles[name])
+    drawn = {line.get_label(): line for line in ax.get_lines()}
+    y = list(drawn["block"].get_ydata())
+    assert (y[0], y[2]) == (0.1, 0.3)
+    assert math.isnan(y[1])
+    assert len(drawn["radix: no data"].get_ydata()) == 0
+    assert drawn["radix: no data"].get_color() == "#D55E00"
+    handles, labels = ax.get_legend_handles_labels()
+    assert labels == ["block", "radix: no data"]
+    assert [handle.get_color() for handle in handles] == ["#0072B2", "#D55E00"]
+
+
+def test_a_missing_rate_is_a_gap_in_the_curve_and_not_zero():
+    summary = shared().summary.copy()
+    hole = (summary["allocator"] == "vllm") & (summary["pool_bytes"] == shared().pools[0])
+    summary.loc[hole, "token_hit_rate"] = math.nan
+    ax = plots.hit_rate(with_frames(summary=summary), ax=plt.subplots()[1])
+    line = next(line for line in ax.get_lines() if line.get_label() == "block (vLLM 0.32.0 rules)")
+    values = list(line.get_ydata())
+    assert math.isnan(values[0])
+    assert values[1] > 0
+
+
+def test_an_allocator_without_values_keeps_its_place_in_every_figure():
+    summary = shared().summary.copy()
+    summary.loc[summary["allocator"] == "vllm", ["token_hit_rate", "evicted_pages"]] = math.nan
+    result = with_frames(summary=summary)
+    for plot in (plots.hit_rate, plots.evictions):
+        labels = [t.get_text() for t in plot(result, ax=plt.subplots()[1]).get_legend().get_texts()]
+        assert labels[:2] == ["block (vLLM 0.32.0 rules): no data", "token (SGLang 0.5.22 rules)"]
+
+
+# --- what the curves say ---
+
+
+def test_curves_are_the_tables():
+    result = shared()
+    ax = plots.hit_rate(result, ax=plt.subplots()[1])
+    line = next(line for line in ax.get_lines() if line.get_label().startswith("token"))
+    rates = result.summary[result.summary["allocator"] == "sglang"].groupby("pool_bytes")["token_hit_rate"].mean()
+    assert list(line.get_xdata()) == result.pools
+    assert list(line.get_ydata()) == pytest.approx((100 * rates).tolist())
+
+
+def test_the_difference_is_paired_by_seed():
+    result = shared()
+    ax = plots.difference(result)
+    wide = result.summary.pivot(index=["pool_bytes", "seed"], columns="allocator", values="token_hit_rate")
+    expected = (100 * (wide["sglang"] - wide["vllm"])).groupby("pool_bytes").mean()
+    assert list(ax.get_lines()[0].get_ydata()) == pytest.approx(expected.tolist())
+
+
+def test_occupancy_fills_the_pool_at_every_step():
+    ax = plots.occupancy(shared(), ax=plt.subplots()[1])
+    tops = [collection.get_paths()[0].vertices[:, 1].max() for collection in ax.collections]
+    assert max(tops) == pytest.approx(100)
+
+
+def test_one_pool_and_one_allocator_are_drawn_too():
+    result = small(pool="700 MiB", allocators=["vllm"])
+    for plot in ALL.values():
+        plot(result).get_figure().canvas.draw()
+
+
+# --- looks ---
+
+
+def entry(kind, size, name=None):
+    return {"name": name or f"{kind}{size}", "label": f"{kind} {size}", "kind": kind, "page_size": size}
+
+
+def test_an_allocator_looks_alike_whatever_stands_beside_it():
+    alone = looks([entry("token", 1)])["token1"].colour
+    beside = looks([entry("block", 16), entry("block", 64), entry("token", 1)])["token1"].colour
+    assert alone == beside == KIND_COLOURS["token"]
+
+
+def test_page_sizes_of_a_kind_are_shades_and_equal_ones_are_dashes():
+    found = looks([entry("block", 16), entry("block", 64), entry("block", 16, "other")])
+    assert found["block16"].colour != found["block64"].colour
+    assert found["block16"].colour == found["other"].colour
+    assert found["block16"].dashes != found["other"].dashes
+
+
+def luminance(colour):
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_the_two_designs_differ_by_more_than_hue():
+    a, b = looks([entry("block", 16), entry("token", 1)]).values()
+    assert a.marker != b.marker
+    assert a.face != b.face
+    states = sorted(luminance(colour) for colour in plots.STATE_COLOURS.values())
+    assert all(second - first > 0.2 for first, second in pairwise(states))
+
+
+@pytest.mark.parametrize("name", [*plots.PLOTS, "allocator_time"])
+def test_the_same_figure_gives_the_same_bytes(name, tmp_path):
+    written = []
+    for turn in ("a", "b"):
+        figure = plots.draw(name, shared(), "footer")
+        written.append([path.read_bytes() for path in save_figure(figure, tmp_path / turn)])
+    assert written[0] == written[1]
+
+
+def test_paper_style_sets_the_column_width_and_embeds_fonts():
+    with mpl.rc_context():
+        use_paper_style("double")
+        assert mpl.rcParams["figure.figsize"][0] == 7.0
+        assert mpl.rcParams["pdf.fonttype"] == 42
+        assert plots.hit_rate(shared()).get_figure().get_figwidth() == 7.0
+        with pytest.raises(ValueError, match="single, double"):
+            use_paper_style("triple")
+
+
+def test_control_characters_are_shown_as_such():
+    assert printable("a\x1b[31mb\nc") == "a\ufffd[31mb\ufffdc"
+
+
+def test_plots_do_not_touch_the_result():
+    result = shared()
+    before = [frame.copy() for frame in (result.summary, result.steps, result.timings)]
+    for plot in ALL.values():
+        plot(result)
+    for frame, copy in zip((result.summary, result.steps, result.timings), before, strict=True):
+        pd.testing.assert_frame_equal(frame, copy)
+
+
+def test_many_allocators_do_not_crowd_the_legend():
+    designs = [block(), token(), block(page_size=64), token(page_size=16), token(demand_slack=0)]
+    result = small(allocators=designs, pool=["450 MiB", "700 MiB"])
+    with mpl.rc_context(STYLE):
+        for name, plot in ALL.items():
+            figure = plot(result).get_figure()
+            assert overlapping(figure) == [], name

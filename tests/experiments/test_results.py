@@ -1,0 +1,241 @@
+"""Result folders: whole or absent, equal for equal configs, reloading to the same tables, refusing unlike ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from kvarena.allocators.config import block
+from kvarena.experiments import report
+from kvarena.experiments.compare import compare
+from kvarena.experiments.results import load_result, merge_results
+from support.requests import request, trace
+from support.small import shared, small
+
+MEASURED = ("provenance.json", "timings.parquet", "timings.pdf", "timings.png", "timings.svg")
+FIGURES = ("hit_rate", "occupancy", "waste", "evictions")
+FILES = {
+    *("config.toml", "result.json", "requests.parquet", "steps.parquet", "summary.csv", "report.html", *MEASURED),
+    *(f"figures/{name}.{kind}" for name in FIGURES for kind in ("pdf", "png", "svg")),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return shared().save(tmp_path_factory.mktemp("result") / "out")
+
+
+def contents(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_the_folder_holds_every_file(saved):
+    assert set(contents(saved)) == FILES
+    assert [p.name for p in saved.parent.iterdir()] == ["out"]
+
+
+def test_equal_configs_give_equal_bytes_but_for_measured_files(saved, tmp_path):
+    again = small(seeds=2, live=4, outputs="replay").save(tmp_path / "again")
+    first, second = contents(saved), contents(again)
+    differing = [name for name in first if first[name] != second[name]]
+    assert set(differing) <= set(MEASURED)
+
+
+def test_no_figure_or_page_bears_a_date(saved):
+    year = json.loads((saved / "provenance.json").read_text())["started"][:4].encode()
+    for name, data in contents(saved).items():
+        if name.endswith((".svg", ".html")):
+            assert b"<dc:date>" not in data
+            assert b"started" not in data
+        if name.endswith(".pdf"):
+            assert b"CreationDate" not in data
+            assert b"(D:" + year not in data
+
+
+def test_a_result_reloads_to_the_same_tables(saved):
+    loaded = load_result(saved)
+    for name in ("requests", "steps", "summary", "timings"):
+        pd.testing.assert_frame_equal(getattr(loaded, name), getattr(shared(), name), check_dtype=name != "summary")
+    assert loaded.config == shared().config
+    assert loaded.manifest == shared().manifest
+    assert loaded.visible == shared().visible
+    assert str(loaded.first_divergence()) == str(shared().first_divergence())
+
+
+def test_saving_a_loaded_result_writes_the_same_bytes(saved, tmp_path):
+    again = load_result(saved).save(tmp_path / "copy")
+    first, second = contents(saved), contents(again)
+    assert {name for name in first if first[name] != second[name]} == set()
+
+
+def test_the_saved_config_runs_to_the_same_result(saved):
+    again = compare(config=saved / "config.toml")
+    pd.testing.assert_frame_equal(again.requests, shared().requests)
+
+
+def test_every_file_bears_the_schema_version(saved):
+    assert (saved / "config.toml").read_text().startswith("schema_version = 1")
+    for name in ("result.json", "provenance.json"):
+        assert json.loads((saved / name).read_text())["schema_version"] == 1
+    assert set(pd.read_csv(saved / "summary.csv")["schema_version"]) == {1}
+    for name in ("requests", "steps", "timings"):
+        assert pq.read_schema(saved / f"{name}.parquet").metadata[b"schema_version"] == b"1"
+    assert "name='schema_version' content='1'" in (saved / "report.html").read_text()
+    for name in ("hit_rate.svg", "hit_rate.pdf", "hit_rate.png"):
+        assert b"schema_version 1" in (saved / "figures" / name).read_bytes()
+
+
+@pytest.fixture
+def broken_report(monkeypatch):
+    """The last file of a folder fails; drawing, which takes seconds, is left out."""
+
+    def broken(*args):
+        raise RuntimeError("disk gone")
+
+    monkeypatch.setattr(report, "write_figures", lambda *args: [])
+    monkeypatch.setattr(report, "write_report", broken)
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    monkeypatch.setattr(report, "write_figures", lambda *args: [])
+    monkeypatch.setattr(report, "write_report", lambda *args: None)
+
+
+def copied(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "out")
+
+
+@pytest.mark.usefixtures("broken_report")
+def test_a_failure_on_the_way_leaves_nothing(tmp_path):
+    with pytest.raises(RuntimeError, match="disk gone"):
+        shared().save(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("broken_report")
+def test_a_failure_keeps_the_earlier_result(saved, tmp_path):
+    out = copied(saved, tmp_path)
+    before = contents(out)
+    with pytest.raises(RuntimeError, match="disk gone"):
+        shared().save(out)
+    assert contents(out) == before
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_an_earlier_result_is_replaced(saved, tmp_path):
+    out = copied(saved, tmp_path)
+    small(live=2).save(out)
+    assert load_result(out).config["engine"]["live"] == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_of_something_else_is_refused_before_anything_runs(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds other files"):
+        small(out=tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+    with pytest.raises(ValueError, match="expected a folder, found a file"):
+        small(out=tmp_path / "notes.txt")
+
+
+@pytest.mark.parametrize("name", ["result.json", "config.toml", "summary.csv", "requests.parquet", "provenance.json"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "garbage"])
+def test_a_damaged_folder_is_one_clear_error(saved, tmp_path, name, damage):
+    out = copied(saved, tmp_path)
+    file = out / name
+    data = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(data[: len(data) // 3] if damage == "cut" else b"\x00\xff not this")
+    with pytest.raises(ValueError, match="out"):
+        load_result(out)
+
+
+# --- laying over ---
+
+
+def test_results_of_other_allocators_lie_over_each_other(saved):
+    other = small(seeds=2, live=4, outputs="replay", allocators=[block(page_size=64)], pool=pools(saved))
+    merged = merge_results([load_result(saved), other])
+    assert merged.allocators == ["vllm", "sglang", "block-page_size=64"]
+    assert set(merged.summary["allocator"]) == set(merged.allocators)
+    assert len(merged.requests) == len(shared().requests) + len(other.requests)
+
+
+def pools(saved):
+    return [f"{size} B" for size in load_result(saved).pools]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [({"live": 2}, "engine.live"), ({"model": "qwen-2.5-7b"}, "pool.model"), ({"seeds": 1}, "workload.seeds")],
+)
+def test_unlike_results_are_refused_naming_the_fields(saved, fields, named):
+    other = small(**{"seeds": 2, "live": 4, "outputs": "replay", **fields})
+    with pytest.raises(ValueError, match=named.replace(".", r"\.")):
+        merge_results([load_result(saved), other])
+
+
+def test_another_trace_under_the_same_name_is_refused():
+    first = compare(trace([request("a", range(40))]), pool="1 GiB", kernel_batches=0)
+    other = replace(first, provenance={**first.provenance, "inputs": [{"sha256": "another"}]})
+    with pytest.raises(ValueError, match="contents"):
+        merge_results([first, other])
+
+
+def test_one_name_with_other_rules_is_refused(saved):
+    spec = {"name": "vllm", "kind": "block", "page_size": 64}
+    other = small(seeds=2, live=4, outputs="replay", allocators=[spec], pool=pools(saved))
+    with pytest.raises(ValueError, match="'vllm' has other rules"):
+        merge_results([load_result(saved), other])
+
+
+# --- the page ---
+
+
+class Page(HTMLParser):
+    """Collects tags and what they load from elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags, self.loads, self.text = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.loads += [value for name, value in attributes if name in ("src", "href")]
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_is_self_contained_and_whole(saved):
+    page = Page()
+    page.feed((saved / "report.html").read_text())
+    assert "script" not in page.tags
+    assert all(item.startswith("data:image/svg+xml;base64,") for item in page.loads)
+    assert page.tags.count("img") == 4
+    text = " ".join(page.text)
+    for needed in ("Token hit rate", "First request on which the designs differ", "What the trace can show", "Kernels"):
+        assert needed in text
+
+
+HOSTILE = "<script>alert('x')</script>\x1b[31m&\"'"
+
+
+def test_hostile_names_stay_text(tmp_path):
+    rows = [request(HOSTILE, range(40)), request(f"{HOSTILE} again", range(40))]
+    result = compare(trace(rows, name=HOSTILE), pool="1 GiB", kernel_batches=0)
+    page = Page()
+    page.feed((result.save(tmp_path / "out") / "report.html").read_text())
+    assert "script" not in page.tags
+    assert "<script>alert" in " ".join(page.text)
+    notebook = Page()
+    notebook.feed(result._repr_html_())
+    assert "script" not in notebook.tags
