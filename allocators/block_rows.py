@@ -1,18 +1,22 @@
-"""What the block design remembers of one sequence."""
+"""What the block design remembers of a sequence, and what it asks of the structure that keeps the pages."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 from kvarena.allocators.interface import Commit, Reservation, Sequence
-from kvarena.prefix.hash_chain import PageChain
+
+Pages: TypeAlias = "array[int] | tuple[int, ...] | list[int]"  # page ids in order, in whatever form is at hand
 
 
 class Row:
     """The pages of one sequence.
 
     pages      array('i') in position order; 0 where a page left the window
+    publishes  its full pages are offered to the cache
     adopted    pages at the front that came from the cache
     published  pages at the front that were offered to the cache, adopted ones included
     committed  tokens whose KV is written
@@ -25,21 +29,21 @@ class Row:
         "_commit",
         "_reservation",
         "adopted",
-        "chain",
         "committed",
         "headroom",
         "held",
         "pages",
         "published",
+        "publishes",
         "seq",
         "settled",
     )
 
-    def __init__(self, seq: Sequence, chain: PageChain | None, pages: Iterable[int], page_size: int) -> None:
+    def __init__(self, seq: Sequence, pages: array[int], page_size: int, publishes: bool) -> None:
         self.seq = seq
-        self.chain = chain
-        self.pages = array("i", pages)
-        self.adopted = self.published = len(self.pages)
+        self.pages = pages
+        self.publishes = publishes
+        self.adopted = self.published = len(pages)
         self.committed = self.adopted * page_size
         self.held = False
         self.headroom = 0
@@ -71,3 +75,100 @@ class Plan:
         self.take = take
         self.low = low
         self.high = high
+
+
+class PageStore(ABC):
+    """Pages 1..num_pages: who holds them, what they serve, in which order they are taken.
+
+    queued      pages that nobody holds, evictable ones included
+    evictable   those of them that serve hits
+    shared      pages that more than one row holds
+    duplicates  pages that serve what an earlier one serves too
+    """
+
+    queued: int
+    evictable: int
+    shared: int
+    duplicates: int
+
+    @abstractmethod
+    def lookup(self, seq: Sequence, limit: int) -> Row:
+        """A row with the longest cached prefix of at most `limit` pages. Touches nothing."""
+
+    @abstractmethod
+    def num_idle(self, rows: list[Row]) -> int:
+        """Different pages that these rows, not held yet, name and nobody holds."""
+
+    @abstractmethod
+    def touch(self, row: Row) -> None:
+        """Hold the pages that a look-up found."""
+
+    @abstractmethod
+    def take(self, row: Row, count: int) -> tuple[Pages, Pages]:
+        """Give the first `count` pages of the queue to `row`: (pages, those whose content went), in order."""
+
+    @abstractmethod
+    def publish(self, row: Row, start: int, end: int) -> Pages:
+        """Let the pages at positions [start, end) serve their text; returns the duplicates among them."""
+
+    @abstractmethod
+    def unpublish(self, row: Row, start: int) -> Pages:
+        """The row's published pages from position `start` on stop serving; returns them."""
+
+    @abstractmethod
+    def let_go(self, row: Row) -> tuple[Pages, Pages]:
+        """Free a whole row, last page first: (pages now without content, pages still cached) that nobody holds."""
+
+    def num_holders(self, page: int) -> int:
+        """Rows that hold a page."""
+        raise NotImplementedError(f"{type(self).__name__} counts no single pages")
+
+    def let_go_part(self, row: Row, low: int, high: int) -> Pages:
+        """Free the row entries [low, high), last first, and leave padding in their place."""
+        raise NotImplementedError(f"{type(self).__name__} keeps whole rows")
+
+    @abstractmethod
+    def evict(self, count: int) -> Pages:
+        """Drop the content of the first `count` evictable pages; they keep their places."""
+
+    @abstractmethod
+    def clear(self) -> Pages:
+        """Drop all content; returns the pages that had some, ascending. They keep their places."""
+
+    @abstractmethod
+    def queue(self) -> Iterator[int]:
+        """Pages that nobody holds, the next to be taken first."""
+
+    @abstractmethod
+    def marks(self, rows: Iterable[Row]) -> Mapping[int, str]:
+        """For a display: `*` for a page that serves hits, and its ref count when more than one."""
+
+    @abstractmethod
+    def problems(self, rows: list[Row], pins: list[Row]) -> list[str]:
+        """Broken invariants as sentences, everything recomputed; empty when sound."""
+
+
+def holders(rows: Iterable[Row]) -> dict[int, int]:
+    """How many of the rows name each page, padding left out."""
+    counts: dict[int, int] = {}
+    for row in rows:
+        for page in row.pages:
+            if page:
+                counts[page] = counts.get(page, 0) + 1
+    return counts
+
+
+def state_problems(num_pages: int, refs: Any, queued: set[int], held: dict[int, int]) -> Iterator[str]:
+    """Is every page in exactly one state, with the ref count of its holders? `refs` maps page to count."""
+    for page in range(1, num_pages + 1):
+        count = held.get(page, 0)
+        if refs[page] != count:
+            yield f"page {page}: ref count is {refs[page]}, {count} rows name it"
+        if page in queued and refs[page]:
+            yield f"page {page} is in two states: in the free queue with ref count {refs[page]}"
+        if page in queued and count:
+            yield f"page {page} is named by a live row and stands in the free queue"
+        if page not in queued and not count:
+            yield f"page {page} is leaked: no row names it and it is not in the free queue"
+    for page in sorted({page for page in (*held, *queued) if not 1 <= page <= num_pages}):
+        yield f"page {page} does not exist: ids run from 1 to {num_pages}"

@@ -41,6 +41,8 @@ class Design(BaseModel):
     sliding_window        tokens a query sees, the current one included (block only; None: all)
     retention_interval    with a window: 0 publishes the prompt's tail, None every page, k also every k tokens
     hash_fn               page hash of the block design: "xxh3_128" or "sha256"
+    form                  block only: "runs" keeps pages by the run (no windows, no chosen hash), "hashed" page by
+                          page; they decide alike, and "auto" takes runs where it can
     need_sort             token only: freed pages wait and are merged sorted (prefill/decode disaggregation)
     sizing, placement     contiguous only: how long a run is reserved, and where
     max_model_len         contiguous only, for sizing = "max": tokens
@@ -66,6 +68,7 @@ class Design(BaseModel):
     sliding_window: int | None = Field(None, ge=1)
     retention_interval: int | None = Field(0, ge=0)
     hash_fn: Literal["xxh3_128", "sha256"] = "xxh3_128"
+    form: Literal["auto", "hashed", "runs"] = "auto"
     need_sort: bool = False
     sizing: Literal["max", "pow2", "declared", "oracle"] = "max"
     placement: Literal["first_fit", "buddy"] = "first_fit"
@@ -118,7 +121,7 @@ _SWITCHABLE: dict[str, frozenset[str]] = {
             "sliding_window",
             "retention_interval",
         }
-        | {"hash_fn"}
+        | {"hash_fn", "form"}
     ),
     "token": frozenset(
         {"kind", "page_size", "prefix_cache", "gate", "last_token_rule", "need_sort"}

@@ -70,7 +70,7 @@ class PageText:
     ) -> None:
         self.namespace = namespace
         self.scope = encode(namespace)
-        self.extras = _page_extras(extra_keys, page_size)
+        self.extras = page_extras(extra_keys, page_size)
         self.raw = None if given else bytearray()
 
     def same_prefix(self, other: PageText, num_bytes: int, num_pages: int) -> bool:
@@ -108,8 +108,11 @@ class PageText:
         ]
 
 
-def _page_extras(extra_keys: Iterable[Any], page_size: int) -> tuple[tuple[int, bytes, tuple[Any, ...]], ...]:
-    # vLLM 0.32.0: ("mm", identifier, item offset - page start) in the key of every page that the item overlaps.
+def page_extras(extra_keys: Iterable[Any], page_size: int) -> tuple[tuple[int, bytes, tuple[Any, ...]], ...]:
+    """(page position, encoded items, content ids) of each page that an item (offset, length, content id) overlaps.
+
+    vLLM 0.32.0: ("mm", identifier, item offset - page start) enters the key of every such page.
+    """
     pages: dict[int, list[tuple[int, Any]]] = {}
     for offset, length, content in sorted(extra_keys, key=lambda item: item[0]):
         if offset < 0 or length < 1:

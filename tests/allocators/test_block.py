@@ -14,9 +14,22 @@ from kvarena.allocators.free_queue import FreeQueue
 from kvarena.allocators.interface import EventKind, Gate, Release, Sequence
 from support.block_actors import picture
 
+FORM = ["auto"]
+
+
+@pytest.fixture(params=["hashed", "runs"], autouse=True)
+def form(request: pytest.FixtureRequest) -> None:
+    """Every test holds for both forms; a window asks for the hashed one."""
+    FORM[0] = request.param
+
 
 def make(num_pages: int = 16, page_size: int = 4, **fields: Any) -> BlockAllocator:
-    return BlockAllocator(num_pages, design({"kind": "block", "page_size": page_size, **fields}))
+    form = "hashed" if "sliding_window" in fields else FORM[0]
+    return BlockAllocator(num_pages, design({"kind": "block", "page_size": page_size, "form": form, **fields}))
+
+
+def queue(allocator: BlockAllocator) -> list[int]:
+    return list(allocator._store.queue())
 
 
 def admit(allocator: BlockAllocator, name: str, tokens: list[int], **keys: Any) -> Sequence:
@@ -39,18 +52,18 @@ def test_docstring_examples(module: Any) -> None:
 
 
 def test_the_queue_keeps_order_through_every_kind_of_change() -> None:
-    queue = FreeQueue(6)
-    queue.remove([1, 6, 3])
-    assert list(queue) == [2, 4, 5]
-    queue.append([])
-    queue.prepend([])
-    queue.prepend([6, 1])
-    queue.append([3])
-    assert list(queue) == [6, 1, 2, 4, 5, 3]
-    assert queue.take(6) == [6, 1, 2, 4, 5, 3]
-    assert (list(queue), len(queue), queue.problems()) == ([], 0, [])
-    queue.append([2])
-    assert (list(queue), queue.problems()) == ([2], [])
+    pages = FreeQueue(6)
+    pages.remove([1, 6, 3])
+    assert list(pages) == [2, 4, 5]
+    pages.append([])
+    pages.prepend([])
+    pages.prepend([6, 1])
+    pages.append([3])
+    assert list(pages) == [6, 1, 2, 4, 5, 3]
+    assert pages.take(6) == [6, 1, 2, 4, 5, 3]
+    assert (list(pages), len(pages), pages.problems()) == ([], 0, [])
+    pages.append([2])
+    assert (list(pages), pages.problems()) == ([2], [])
 
 
 # pin
@@ -176,7 +189,7 @@ def test_a_pending_pin_that_is_let_go_returns_its_pages_to_the_tail() -> None:
     admit(allocator, "other", [50])
     allocator.release([pinned], Release.ABORT)
     allocator.check()
-    assert list(allocator._queue)[-2:] == [2, 1]
+    assert queue(allocator)[-2:] == [2, 1]
 
 
 def test_match_sees_the_last_token_and_changes_nothing() -> None:
@@ -199,7 +212,7 @@ def test_surplus_slots_stay_and_rejected_drafts_are_not_published() -> None:
     assert list(allocator.reserve([(seq, 6)])[0].page_ids) == [2, 3]  # type: ignore[index]
     seq.append(3)
     allocator.commit([(seq, 4)])
-    assert allocator._index.keys[2] is None
+    assert allocator.match(Sequence("probe", [0, 1, 2, 3, 4])).hit_tokens == 0
     assert allocator.capacity().wasted_slots == 8
     assert list(allocator.extend(seq, 5).page_ids) == []  # type: ignore[union-attr]
     assert allocator.match(Sequence("probe", [0, 1, 2, 3])).hit_tokens == 4
@@ -228,7 +241,7 @@ def test_a_scheduler_that_runs_ahead_publishes_when_results_arrive() -> None:
     seq = admit(allocator, "r", [1, 2, 3])
     allocator.extend(seq, 1)
     seq.num_computed_tokens = 4
-    assert allocator._index.keys[1] is None
+    assert allocator.match(Sequence("probe", [1, 2, 3, 4])).hit_tokens == 0
     seq.append(4)
     allocator.commit([(seq, 4)])
     assert allocator.match(Sequence("probe", [1, 2, 3, 4])).hit_tokens == 4
@@ -264,7 +277,7 @@ def test_finish_and_preemption_keep_what_was_published(reason: Release) -> None:
     allocator.admit(seq)
     done = allocator.release([seq], reason)
     assert (list(done.freed), list(done.cached), seq.num_computed_tokens) == ([3], [2, 1], 0)
-    assert list(allocator._queue) == [3, *range(4, 17), 2, 1]
+    assert queue(allocator) == [3, *range(4, 17), 2, 1]
 
 
 def test_a_page_held_by_two_is_counted_once_and_freed_last() -> None:
@@ -403,6 +416,7 @@ def test_a_window_caps_what_admission_asks_for(in_flight: int | None, admitted: 
     [
         ({"sliding_window": 8, "retention_interval": 6}, "multiple of the page size 4, found 6"),
         ({"retention_interval": 8}, "only a sliding window"),
+        ({"sliding_window": 8, "form": "runs"}, "a sliding window"),
     ],
 )
 def test_impossible_designs_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -417,11 +431,11 @@ def test_evict_drops_the_least_recently_released_and_keeps_places() -> None:
     allocator = make(4)
     finish(allocator, "a", list(range(8)))
     finish(allocator, "b", list(range(50, 58)))
-    order = list(allocator._queue)
+    order = queue(allocator)
     assert allocator.evict(0) == []
     assert allocator.evict(5) == [2, 1]
     assert allocator.evict(8) == []
-    assert list(allocator._queue) == order
+    assert queue(allocator) == order
     assert allocator.evict(1000) == [4, 3]
     allocator.check()
 
@@ -436,12 +450,12 @@ def test_reset_waits_for_the_last_sequence_and_keeps_the_queue() -> None:
     assert not allocator.reset()
     assert picture(allocator) == before
     allocator.release([seq], Release.FINISH)
-    order = list(allocator._queue)
+    order = queue(allocator)
     allocator.events.enabled = True
     assert allocator.reset()
     (event,) = allocator.events.drain()
     assert (event.kind, event.page_ids, event.reason) == (EventKind.EVICT, (1, 2), "reset")
-    assert (list(allocator._queue), allocator.room()) == (order, (6, 0))
+    assert (queue(allocator), allocator.room()) == (order, (6, 0))
     assert allocator.reset()
     assert allocator.events.drain() == []
 

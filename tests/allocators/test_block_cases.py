@@ -101,7 +101,7 @@ def test_without_a_prefix_cache_the_last_freed_page_is_reused_first(count: int) 
     for seq, row in zip(seqs, rows, strict=False):
         allocator.release([seq], Release.FINISH)
         expected = row[::-1] + expected
-    assert list(allocator._queue) == expected
+    assert list(allocator._store.queue()) == expected
 
 
 LORA = {"namespace": (("lora", ("X", "/x1")),)}

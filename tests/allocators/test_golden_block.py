@@ -15,6 +15,12 @@ FULL = [("vllm", "scenarios", plain_name(path)) for path in log_files("vllm")]
 WINDOWED = [
     ("vllm_sliding_window", "sliding_window_scenarios", plain_name(path)) for path in log_files("vllm_sliding_window")
 ]
+BOTH_FORMS = [
+    pytest.param(*row, form, id=f"{row[0]}-{row[2]}-{form}")
+    for rows, forms in ((FULL, ("hashed", "runs")), (WINDOWED, ("hashed",)))
+    for row in rows
+    for form in forms
+]
 ALL = [pytest.param(*row, id=f"{row[0]}-{row[2]}") for row in FULL + WINDOWED]
 
 
@@ -41,9 +47,9 @@ def decisions(path: Path, hash_fn: Any) -> Iterator[dict[str, Any]]:
     runner.allocator.check()
 
 
-@pytest.mark.parametrize(("logs", "scenarios", "name"), ALL)
-def test_every_field_of_every_decision_is_vllms(logs: str, scenarios: str, name: str) -> None:
-    ours = run_scenario(read_scenario(find_log(scenarios, name)), "block", check=True)
+@pytest.mark.parametrize(("logs", "scenarios", "name", "form"), BOTH_FORMS)
+def test_every_field_of_every_decision_is_vllms(logs: str, scenarios: str, name: str, form: str) -> None:
+    ours = run_scenario(read_scenario(find_log(scenarios, name)), "block", check=True, form=form)
     assert first_difference(load_jsonl(find_log(logs, name)), ours) is None
 
 

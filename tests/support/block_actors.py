@@ -5,22 +5,30 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from kvarena.allocators.block_hashed import HashedPages
 from kvarena.allocators.interface import Gate, KVAllocator, Release, Sequence
 
 
 def picture(allocator: Any) -> dict[str, Any]:
-    """Everything that decides: queue order, refs, keys and their order, rows, counters."""
-    index = allocator._index
-    return {
-        "queue": list(allocator._queue),
-        "refs": list(allocator._refs),
-        "keys": list(index.keys),
-        "first": dict(index._first),
-        "later": {key: list(later) for key, later in index._later.items()},
+    """Everything that decides: queue order, what serves and who holds it, rows, counters, and the form's own order."""
+    store = allocator._store
+    rows = [*allocator._rows.values(), *allocator._pins.values()]
+    seen = {
+        "queue": list(store.queue()),
+        "marks": {page: mark for page, mark in store.marks(rows).items() if mark},
         "rows": {name: (list(row.pages), row.published, row.committed) for name, row in allocator._rows.items()},
         "pins": {name: list(row.pages) for name, row in allocator._pins.items()},
         "counts": allocator.capacity(),
     }
+    if isinstance(store, HashedPages):
+        order = {key: list(later) for key, later in store.index._later.items()}
+        return {**seen, "serving": dict(store.index._first), "after": order}
+    return {**seen, "version": store.tree.version}
+
+
+def common(seen: dict[str, Any]) -> dict[str, Any]:
+    """The part of a picture that both forms must agree on."""
+    return {name: value for name, value in seen.items() if name not in ("serving", "after", "version")}
 
 
 def prompt(rng: random.Random, page_size: int, longest: int) -> list[int]:

@@ -1,0 +1,219 @@
+"""The general form of the block design's pages: a ref count, a key and a place in the free queue for each page.
+
+This is vLLM 0.32.0's block pool as a reader would draw it, and the oracle of the `runs` form: it serves every
+setting, and every step costs a little for each page.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+
+from kvarena.allocators.block_rows import PageStore, Row, holders, state_problems
+from kvarena.allocators.config import Design
+from kvarena.allocators.free_queue import FreeQueue
+from kvarena.allocators.interface import PADDING_PAGE, Sequence
+from kvarena.allocators.window import SlidingWindow
+from kvarena.prefix.hash_chain import HashChainIndex, PageChain
+from kvarena.prefix.page_text import HashFn
+
+
+class HashedRow(Row):
+    """A row with the keys of its pages (None: nothing is cached)."""
+
+    __slots__ = ("chain",)
+
+    def __init__(self, seq: Sequence, chain: PageChain | None, pages: list[int], page_size: int) -> None:
+        super().__init__(seq, array("i", pages), page_size, chain is not None)
+        self.chain = chain
+
+
+class HashedPages(PageStore):
+    """Free queue, ref counts and page index. A page stands in the queue exactly when its ref count is 0."""
+
+    def __init__(
+        self, num_pages: int, design: Design, window: SlidingWindow | None, hash_fn: HashFn | str | None = None
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = design.page_size
+        self.index = HashChainIndex(num_pages, design.page_size, hash_fn or design.hash_fn)
+        self.free_queue = FreeQueue(num_pages)
+        self.refs = [2] + [0] * num_pages  # padding is never free, and never about to be
+        self.evictable = 0
+        self.shared = 0
+        self._caches = design.prefix_cache
+        self._window = window
+
+    @property
+    def queued(self) -> int:  # type: ignore[override]
+        return self.free_queue.num_pages
+
+    @property
+    def duplicates(self) -> int:  # type: ignore[override]
+        return self.index.duplicates
+
+    def lookup(self, seq: Sequence, limit: int) -> HashedRow:
+        """Hashes the pages that were not hashed before, then one look-up a page."""
+        if not self._caches:
+            return HashedRow(seq, None, [], self.page_size)
+        chain = self._chain(seq)
+        if self._window is None:
+            return HashedRow(seq, chain, self.index.match(chain, limit), self.page_size)
+        skipped, pages = self.index.match_window(chain, limit, max(self._window.tail_pages, 1))
+        return HashedRow(seq, chain, [PADDING_PAGE] * skipped + pages, self.page_size)
+
+    def _chain(self, seq: Sequence) -> PageChain:
+        chain = seq.memo
+        if not (isinstance(chain, PageChain) and chain.index is self.index and _still_true(chain, seq)):
+            given = seq.page_hashes is not None
+            seq.memo = chain = self.index.chain(seq.namespace, seq.extra_keys, given=given)
+        _extend(chain, seq, seq.num_tokens // self.page_size)
+        return chain
+
+    def num_idle(self, rows: list[Row]) -> int:
+        refs = self.refs
+        pages = rows[0].pages if len(rows) == 1 else {page for row in rows for page in row.pages}
+        return [refs[page] for page in pages].count(0)
+
+    def touch(self, row: Row) -> None:
+        refs = self.refs
+        held = [page for page in row.pages if refs[page] and page != PADDING_PAGE]
+        idle = [page for page in row.pages if not refs[page]]
+        self.free_queue.remove(idle)
+        self.evictable -= len(idle)
+        for page in idle:
+            refs[page] = 1
+        for page in held:
+            refs[page] += 1
+            self.shared += refs[page] == 2
+
+    def take(self, row: Row, count: int) -> tuple[list[int], list[int]]:
+        taken = self.free_queue.take(count)
+        evicted = self.index.drop(taken) if self.evictable else []
+        self.evictable -= len(evicted)
+        refs = self.refs
+        for page in taken:
+            refs[page] = 1
+        row.pages.extend(taken)
+        return taken, evicted
+
+    def publish(self, row: Row, start: int, end: int) -> list[int]:
+        chain = _chain_of(row)
+        _extend(chain, row.seq, end)
+        return self.index.publish(row.pages[start:end], chain, start)
+
+    def unpublish(self, row: Row, start: int) -> list[int]:
+        return self.index.drop(row.pages[start : row.published])
+
+    def let_go(self, row: Row) -> tuple[list[int], list[int]]:
+        return self._let_go(row.pages[::-1])
+
+    def num_holders(self, page: int) -> int:
+        return self.refs[page]
+
+    def let_go_part(self, row: Row, low: int, high: int) -> list[int]:
+        pages = row.pages[low:high]
+        row.pages[low:high] = array("i", [PADDING_PAGE]) * len(pages)
+        freed, cached = self._let_go(pages[::-1])
+        return freed + cached
+
+    def _let_go(self, pages: array[int]) -> tuple[list[int], list[int]]:
+        refs, keys = self.refs, self.index.keys
+        idle = [page for page in pages if refs[page] == 1]
+        if len(idle) < len(pages):
+            self._let_go_shared(pages)
+        for page in idle:
+            refs[page] = 0
+        freed = [page for page in idle if keys[page] is None]
+        cached = [page for page in idle if keys[page] is not None] if freed else idle
+        self.free_queue.prepend(freed)
+        self.free_queue.append(cached)
+        self.evictable += len(cached)
+        return freed, cached
+
+    def _let_go_shared(self, pages: Iterable[int]) -> None:
+        refs = self.refs
+        for page in pages:
+            if refs[page] > 1 and page != PADDING_PAGE:
+                refs[page] -= 1
+                self.shared -= refs[page] == 1
+
+    def evict(self, count: int) -> list[int]:
+        victims: list[int] = []
+        for page in self.free_queue:
+            if len(victims) == count:
+                break
+            if self.index.keys[page] is not None:
+                victims.append(page)
+        self.evictable -= count
+        return self.index.drop(victims)
+
+    def clear(self) -> list[int]:
+        self.evictable = 0
+        return self.index.clear()
+
+    def queue(self) -> Iterator[int]:
+        return iter(self.free_queue)
+
+    def marks(self, rows: Iterable[Row]) -> Mapping[int, str]:
+        refs = self.refs
+        return {
+            page: ("*" if self.index.keys[page] is not None else "") + (f"({refs[page]})" if refs[page] > 1 else "")
+            for page in range(1, self.num_pages + 1)
+        }
+
+    def problems(self, rows: list[Row], pins: list[Row]) -> list[str]:
+        """Costs the hashing of every cached text again."""
+        found = self.free_queue.problems()
+        if found:  # the links cannot be walked
+            return found
+        held = holders([*rows, *(row for row in pins if row.held)])
+        return [
+            *state_problems(self.num_pages, self.refs, set(self.free_queue), held),
+            *self._key_problems(rows),
+            *self._counter_problems(held),
+            *self.index.problems(),
+        ]
+
+    def _key_problems(self, rows: list[Row]) -> Iterator[str]:
+        keys = self.index.keys
+        if keys[PADDING_PAGE] is not None:
+            yield "the padding page has a key"
+        for row in rows:
+            if not row.publishes:
+                continue
+            name, chain = repr(row.seq.request_id), _chain_of(row)
+            if len(chain.keys) < row.published and self._window is None:
+                yield f"request {name}: {row.published} pages published, {len(chain.keys)} hashed"
+                continue
+            if not _still_true(chain, row.seq):
+                yield f"request {name}: its tokens are not those that were hashed"
+            for position, page in enumerate(row.pages):
+                expected = chain.keys[position] if position < min(row.published, len(chain.keys)) else None
+                if 0 < page <= self.num_pages and keys[page] != expected and (keys[page] or self._window is None):
+                    yield f"request {name}: page {page} at position {position} serves other content"
+
+    def _counter_problems(self, held: dict[int, int]) -> Iterator[str]:
+        evictable = sum(self.index.keys[page] is not None for page in self.free_queue)
+        if self.evictable != evictable:
+            yield f"evictable is {self.evictable}, {evictable} pages of the free queue have a key"
+        shared = sum(count > 1 for count in held.values())
+        if self.shared != shared:
+            yield f"shared is {self.shared}, counted {shared}"
+
+
+def _chain_of(row: Row) -> PageChain:
+    if not isinstance(row, HashedRow) or row.chain is None:
+        raise ValueError(f"request {row.seq.request_id!r} has no keys: nothing of it is cached")
+    return row.chain
+
+
+def _extend(chain: PageChain, seq: Sequence, num_pages: int) -> None:
+    if seq.page_hashes is None:
+        chain.extend(seq.token_ids, num_pages)
+    else:
+        chain.extend_given(seq.page_hashes, num_pages)
+
+
+def _still_true(chain: PageChain, seq: Sequence) -> bool:
+    return chain.fits(seq.token_ids, seq.namespace, seq.extra_keys)

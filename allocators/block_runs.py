@@ -1,0 +1,261 @@
+"""The cheap form of the block design's pages: what came together is kept together, as runs in a tree of texts.
+
+Decides exactly as `block_hashed` wherever rows lose no page before their end, that is without sliding windows. No
+page is hashed; a prefix is found by comparing bytes. Pages without content form a stack, since they are put back and
+taken at the head of the queue only; cached ones follow them in the tree's order of eviction.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from kvarena.allocators.block_rows import PageStore, Row, holders, state_problems
+from kvarena.allocators.config import Design
+from kvarena.allocators.interface import AllocatorError, Sequence
+from kvarena.prefix.page_text import TOKEN_BYTES, encode, page_extras
+from kvarena.prefix.run_tree import NO_EXTRAS, Extras, Node, Run, RunTree
+from kvarena.prefix.run_tree_check import holder_problems, text_above, tree_problems
+
+
+class RunRow(Row):
+    """A row as runs.
+
+    parts    (run, pages) in position order: the last `pages` pages up to the end of `run`, over all its fronts
+    node     where the published text ends
+    found    the match behind the pin, and the tree's version at that time
+    root     namespace of the text; `width` bytes a page, `extras` what images add to pages
+    """
+
+    __slots__ = ("extras", "found", "node", "parts", "root", "version", "width")
+
+    def __init__(self, seq: Sequence, page_size: int, publishes: bool) -> None:
+        super().__init__(seq, array("i"), page_size, publishes)
+        self.parts: list[tuple[Run, int]] = []
+        self.found: list[Run] = []
+        self.node: Node | None = None
+        self.root: Any = None
+        self.version = -1
+        self.width = 0
+        self.extras: Extras = NO_EXTRAS
+
+
+class PageRuns(PageStore):
+    """A stack of pages without content, its end being the head of the queue, and a tree of runs behind it."""
+
+    def __init__(self, num_pages: int, design: Design) -> None:
+        self.num_pages = num_pages
+        self.page_size = design.page_size
+        self.tree = RunTree()
+        self.stack = array("i", range(num_pages, 0, -1))
+        self._caches = design.prefix_cache
+
+    @property
+    def queued(self) -> int:  # type: ignore[override]
+        return len(self.stack) + self.tree.evictable
+
+    @property
+    def evictable(self) -> int:  # type: ignore[override]
+        return self.tree.evictable
+
+    @property
+    def shared(self) -> int:  # type: ignore[override]
+        return self.tree.shared
+
+    @property
+    def duplicates(self) -> int:  # type: ignore[override]
+        return self.tree.duplicates
+
+    def lookup(self, seq: Sequence, limit: int) -> RunRow:
+        """One dict look-up and one byte comparison a run."""
+        row = RunRow(seq, self.page_size, self._caches)
+        if not self._caches:
+            return row
+        given = seq.page_hashes is not None
+        row.width = TOKEN_BYTES * (1 if given else self.page_size)
+        row.root = given if seq.namespace is None else (given, encode(seq.namespace), seq.namespace)
+        if seq.extra_keys and not given:
+            row.extras = {page: tuple(extra) for page, *extra in page_extras(seq.extra_keys, self.page_size)}
+        self._find(row, limit)
+        for run in row.found:
+            row.pages += run.pages
+        del row.pages[row.adopted :]
+        row.committed = row.adopted * self.page_size
+        return row
+
+    def _find(self, row: RunRow, limit: int) -> None:
+        root = self.tree.find_root(row.root)
+        if root is not None:
+            text = _text(row.seq)
+            limit = min(limit, len(text) // row.width)
+            row.found, row.adopted = self.tree.match(root, text, limit, row.extras)
+        row.published = row.adopted
+        row.version = self.tree.version
+
+    def num_idle(self, rows: list[Row]) -> int:
+        most: dict[Run, int] = {}
+        for row in rows:
+            found = self._matched(row)
+            for run, count in self.tree.idle_parts(found, row.adopted).items():
+                most[run] = max(count, most.get(run, 0))
+        return sum(most.values())
+
+    def _matched(self, row: Row) -> list[Run]:
+        """The runs of a pin. Looked up again if the tree was cut meanwhile: the same pages in other parts."""
+        row = _as_runs(row)
+        if row.version != self.tree.version and row.adopted:
+            adopted = row.adopted
+            self._find(row, adopted)
+            if row.adopted != adopted:
+                raise AllocatorError(f"request {row.seq.request_id!r}: {adopted} pinned pages, {row.adopted} are left")
+        return row.found
+
+    def touch(self, row: Row) -> None:
+        row = _as_runs(row)
+        if not row.publishes:
+            return
+        runs, node = self.tree.hold(self._matched(row), row.adopted)
+        row.parts = [(run, len(run.pages)) for run in runs]
+        row.node = self.tree.root(row.root, row.width) if node is None else node
+        row.node.users += 1
+        row.found = []
+
+    def take(self, row: Row, count: int) -> tuple[array[int], array[int]]:
+        clean = min(count, len(self.stack))
+        taken = self.stack[: -clean - 1 : -1]
+        del self.stack[len(self.stack) - clean :]
+        evicted = self.tree.evict(count - clean) if clean < count else array("i")
+        taken += evicted
+        row.pages += taken
+        return taken, evicted
+
+    def publish(self, row: Row, start: int, end: int) -> array[int]:
+        row = _as_runs(row)
+        node, pages, text = _node_of(row), row.pages[start:end], _text_between(row, start, end)
+        if row.parts and not row.extras:
+            run, count = row.parts[-1]
+            if self.tree.extend(run, node, text, pages):
+                row.parts[-1] = (run, count + len(pages))
+                return array("i")
+        runs, last, duplicates = self.tree.publish(node, text, start, pages, row.extras)
+        row.parts += [(run, len(run.pages)) for run in runs]
+        node.users -= 1
+        last.users += 1
+        row.node = last
+        return duplicates
+
+    def unpublish(self, row: Row, start: int) -> array[int]:
+        end = row.published
+        for run, count in reversed(_as_runs(row).parts):
+            if end <= start:
+                break
+            self.tree.unpublish(run, count, max(start - (end - count), 0))
+            end -= count
+        return row.pages[start : row.published]
+
+    def let_go(self, row: Row) -> tuple[array[int], array[int]]:
+        row = _as_runs(row)
+        freed, cached = row.pages[: row.published - 1 if row.published else None : -1], array("i")
+        for run, count in reversed(row.parts):
+            self.tree.let_go(run, count, freed, cached)
+        self.stack.extend(freed[::-1])
+        if row.node is not None:
+            row.node.users -= 1
+            self.tree.prune(row.node)
+        return freed, cached
+
+    def evict(self, count: int) -> array[int]:
+        victims = self.tree.evict(count)
+        self.stack[0:0] = victims[::-1]
+        return victims
+
+    def clear(self) -> list[int]:
+        return sorted(self.evict(self.tree.evictable))
+
+    def queue(self) -> Iterator[int]:
+        yield from reversed(self.stack)
+        for run in self.tree.idle():
+            yield from reversed(run.pages)
+
+    def marks(self, rows: Iterable[Row]) -> Mapping[int, str]:
+        runs = [*self.tree.idle(), *(run for row in rows for run in _runs_of(row))]
+        return {
+            page: ("" if run.node is None else "*") + (f"({run.refs})" if run.refs > 1 else "")
+            for run in runs
+            for page in run.pages
+        }
+
+    def problems(self, rows: list[Row], pins: list[Row]) -> list[str]:
+        """Costs one walk over the tree and one comparison of each live row's text."""
+        found = tree_problems(self.tree)
+        if found:  # the lists cannot be walked
+            return found
+        live = [*rows, *(row for row in pins if row.held)]
+        queued = list(self.queue())
+        found = [f"page {page} stands in the queue twice" for page, n in Counter(queued).items() if n > 1]
+        found += state_problems(self.num_pages, self._page_refs(live), set(queued), holders(live))
+        held = Counter(run for row in live for run in _runs_of(row))
+        found += holder_problems(self.tree, held, Counter(id(_as_runs(row).node) for row in live))
+        for row in live:
+            found += _row_problems(_as_runs(row))
+        return found
+
+    def _page_refs(self, rows: list[Row]) -> Mapping[int, int]:
+        refs: Counter[int] = Counter(page for row in rows for page in row.pages[row.published :])
+        runs = {*self.tree.idle(), *(run for row in rows for run in _runs_of(row))}
+        refs.update({page: run.refs for run in runs for page in run.pages})
+        return refs
+
+
+def _row_problems(row: RunRow) -> Iterator[str]:
+    name = repr(row.seq.request_id)
+    pages = [page for run in reversed(_runs_of(row)) for page in run.pages]
+    if pages != list(row.pages[: row.published]):
+        yield f"request {name}: its runs name pages {pages}, its row {list(row.pages[: row.published])}"
+    if row.node is not None and text_above(row.node) != _keys_between(row):
+        yield f"request {name}: its text is not that of the node where it ends"
+
+
+def _runs_of(row: Row) -> list[Run]:
+    """Every run that a row holds, deepest first."""
+    runs: list[Run] = []
+    for last, count in reversed(_as_runs(row).parts):
+        run: Run | None = last
+        while count > 0 and run is not None:
+            runs.append(run)
+            count -= len(run.pages)
+            run = run.front
+    return runs
+
+
+def _as_runs(row: Row) -> RunRow:
+    if not isinstance(row, RunRow):
+        raise TypeError(f"request {row.seq.request_id!r}: a row of another form")
+    return row
+
+
+def _node_of(row: RunRow) -> Node:
+    if row.node is None:
+        raise ValueError(f"request {row.seq.request_id!r}: nothing of it is cached")
+    return row.node
+
+
+def _text(seq: Sequence) -> bytes:
+    return (seq.token_ids if seq.page_hashes is None else seq.page_hashes).tobytes()
+
+
+def _text_between(row: RunRow, start: int, end: int) -> bytes:
+    """Text of the pages at positions [start, end)."""
+    seq = row.seq
+    if seq.page_hashes is not None:
+        return seq.page_hashes[start:end].tobytes()
+    size = row.width // TOKEN_BYTES
+    return seq.token_ids[start * size : end * size].tobytes()
+
+
+def _keys_between(row: RunRow) -> list[Any]:
+    text = _text_between(row, 0, row.published)
+    pages = [text[i * row.width : (i + 1) * row.width] for i in range(row.published)]
+    return [(page, row.extras[i]) if i in row.extras else page for i, page in enumerate(pages)]
