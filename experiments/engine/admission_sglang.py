@@ -133,7 +133,7 @@ class Admitter:
             self._put_back_last()
         for request, _, _ in self.takes:
             if request.id in self.pins:
-                request.hits.append(self.pins[request.id].hit_tokens)
+                request.admitted(self.pins[request.id].hit_tokens)
         return self.takes
 
     def _put_back_last(self) -> None:

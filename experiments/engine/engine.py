@@ -31,10 +31,16 @@ class Executor(Protocol):
 
 @dataclass(slots=True)
 class StepRecord:
-    """What one step did. `ended` left outside a result: rejected, or out of pool."""
+    """What one step did.
+
+    due       the plan whose results it processed: its own, or with result_lag 1 the one before
+    finished  ended by those results
+    ended     ended outside a result: rejected, or out of pool
+    """
 
     step: int
     plan: StepPlan
+    due: StepPlan | None = None
     finished: list[EngineRequest] = field(default_factory=list)
     ended: list[EngineRequest] = field(default_factory=list)
 
@@ -69,7 +75,7 @@ class Engine:
         due: StepPlan | None = plan
         if self.lag:
             due, self.in_flight = self.in_flight, plan if plan.batch else None
-        record = StepRecord(self.num_steps, plan)
+        record = StepRecord(self.num_steps, plan, due)
         if due is not None and due.batch:
             record.finished = self.scheduler.update(due, self.executor.collect(due))
         record.ended = self.scheduler.drain_ended()

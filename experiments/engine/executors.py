@@ -1,4 +1,4 @@
-"""What runs a step: scripted tokens, with or without a step-time model."""
+"""What runs a step. `ScriptedExecutor` yields recorded outputs; how long that takes is the clock's affair."""
 
 from __future__ import annotations
 
@@ -34,6 +34,23 @@ class HiddenOutputs:
         if index >= len(output):
             return Sample(0, True)
         return Sample(int(output[index]), index == len(output) - 1)
+
+
+class UnnamedOutputs:
+    """Outputs of requests whose trace has their length alone: ids that no prompt holds and no two requests share."""
+
+    FIRST = -(2**30)  # traces have ids from 0 on; below this the token design keeps ids for images
+
+    def __init__(self) -> None:
+        self._next = self.FIRST
+
+    def take(self, num_tokens: int) -> range:
+        """`num_tokens` fresh ids. Raises ValueError when 2^30 have been taken."""
+        start = self._next
+        self._next += num_tokens
+        if self._next > 0:
+            raise ValueError(f"outputs without ids: more than {-self.FIRST} tokens in one run")
+        return range(start, self._next)
 
 
 class ScriptedExecutor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from kvarena.allocators.interface import KVAllocator, Release
+from kvarena.allocators.interface import KVAllocator, Release, Sequence
 from kvarena.experiments.engine.admission_sglang import OUTPUT_CAP, Admitter
 from kvarena.experiments.engine.order import WaitingOrder
 from kvarena.experiments.engine.request import End, EngineRequest, State
@@ -263,15 +263,22 @@ class SglangScheduler(Scheduler):
 
     def update(self, plan: StepPlan, samples: Seq[Sample | None]) -> list[EngineRequest]:
         finished = []
+        written: list[tuple[Sequence, int]] = []
         for entry, sample in zip(plan.batch, samples, strict=True):
-            if entry.stale or sample is None:
+            request = entry.request
+            if sample is None or request.done or request.epoch != entry.epoch:
                 continue  # a retracted request's token is sampled again
-            end = self._append_sample(entry.request, sample)
-            if end is not None:
-                self._finish(entry.request, end)
-                finished.append(entry.request)
-            else:
-                self.allocator.commit([(entry.request.seq, entry.end)])
+            end = self._append_sample(request, sample)
+            if end is None:
+                written.append((request.seq, entry.num_before + entry.num_new))
+                continue
+            if written:  # the tree sees the batch in its order
+                self.allocator.commit(written)
+                written = []
+            self._finish(request, end)
+            finished.append(request)
+        if written:
+            self.allocator.commit(written)
         return finished
 
     def _append_sample(self, request: EngineRequest, sample: Sample) -> End | None:

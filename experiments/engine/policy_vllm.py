@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from kvarena.allocators.interface import Gate, KVAllocator, Pin, Release
+from kvarena.allocators.interface import Gate, KVAllocator, Pin, Release, Sequence
 from kvarena.experiments.engine.order import WaitingOrder
 from kvarena.experiments.engine.request import End, EngineRequest, State
 from kvarena.experiments.engine.scheduler import Sample, Scheduled, Scheduler, SchedulerConfig, StepPlan, launched
@@ -170,7 +170,7 @@ class VllmScheduler(Scheduler):
         self.waiting.popleft()
         self.running.append(request)
         request.state = State.RUNNING
-        request.hits.append(pin.hit_tokens)
+        request.admitted(pin.hit_tokens)
         plan.admitted.append(request)
         self._launch(request, n, plan)
         return True
@@ -203,12 +203,13 @@ class VllmScheduler(Scheduler):
 
     def update(self, plan: StepPlan, samples: Seq[Sample | None]) -> list[EngineRequest]:
         finished = []
+        written: list[tuple[Sequence, int]] = []
         for entry, sample in zip(plan.batch, samples, strict=True):
             request = entry.request
             if request.done:
                 continue  # it ended by a stop token while this step ran
             end = self._append_sample(entry, sample)
-            if entry.stale:
+            if request.epoch != entry.epoch:
                 if end is not None:  # it ended while it waits, and holds nothing
                     self.waiting.remove(request)
                     request.state, request.end = State.FINISHED, end
@@ -216,10 +217,15 @@ class VllmScheduler(Scheduler):
                 continue
             if self.config.result_lag:
                 request.seq.num_computed_tokens = request.num_computed  # so it knows that this result is a late one
-            self.allocator.commit([(request.seq, entry.end)])
+            written.append((request.seq, entry.num_before + entry.num_new))
             if end is not None:
+                # vLLM 0.32.0 frees at once, inside the loop: what stands before it in the batch is written by then.
+                self.allocator.commit(written)
+                written = []
                 self._finish(request, end)
                 finished.append(request)
+        if written:
+            self.allocator.commit(written)
         if finished:
             self.running = [request for request in self.running if not request.done]
         return finished
@@ -227,11 +233,13 @@ class VllmScheduler(Scheduler):
     def _append_sample(self, entry: Scheduled, sample: Sample | None) -> End | None:
         if sample is None:
             return None
-        request = entry.request
-        request.seq.append(sample.token)
-        if not entry.stale:
+        request, seq = entry.request, entry.request.seq
+        seq.append(sample.token)
+        if request.epoch == entry.epoch:
             request.num_in_flight -= 1
         if sample.stop:
             return End.STOP
-        full = request.num_tokens >= self.config.max_model_len or request.num_output >= request.max_tokens
-        return End.LENGTH if full else None
+        num_tokens = seq.num_tokens
+        if num_tokens >= self.config.max_model_len or num_tokens - seq.num_prompt_tokens >= request.max_tokens:
+            return End.LENGTH
+        return None

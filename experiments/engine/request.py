@@ -53,6 +53,8 @@ class EngineRequest:
     num_computed    tokens scheduled so far, those in flight included (ahead of seq.num_computed_tokens with lag)
     num_in_flight   tokens sampled by launched steps whose results are not in yet
     epoch           raised by every preemption, so that a result of before is told apart
+    lost_tokens     tokens that were computed when it was last preempted
+    recomputed_tokens  of those, what its re-admissions did not find cached
     hits            hit tokens of each admission, the first one first
     """
 
@@ -66,6 +68,7 @@ class EngineRequest:
     num_in_flight: int = 0
     epoch: int = 0
     num_preemptions: int = 0
+    lost_tokens: int = 0
     recomputed_tokens: int = 0
     hits: list[int] = field(default_factory=list)
     end: End | None = None
@@ -101,9 +104,15 @@ class EngineRequest:
         short = self.num_output < self.requested
         return self.end is End.POOL or (self.end is End.LENGTH and short)
 
+    def admitted(self, hit_tokens: int) -> None:
+        """One admission that went through, with what of the sequence was cached."""
+        self.hits.append(hit_tokens)
+        self.recomputed_tokens += max(self.lost_tokens - hit_tokens, 0)
+        self.lost_tokens = 0
+
     def throw_back(self) -> None:
         """After a preemption: nothing is computed, what is in flight is stale."""
-        self.recomputed_tokens += self.seq.num_computed_tokens
+        self.lost_tokens = self.num_computed
         self.num_computed = 0
         self.num_in_flight = 0
         self.num_preemptions += 1

@@ -1,0 +1,102 @@
+"""An allocator that counts what passes through it: time of each verb, pages evicted, duplicates."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterable
+
+from kvarena.allocators.interface import (
+    Capacity,
+    Commit,
+    Gate,
+    KVAllocator,
+    Match,
+    Pin,
+    Release,
+    Released,
+    Reservation,
+    Sequence,
+)
+
+VERBS = ("pin", "reserve", "commit", "release", "evict", "match")
+
+
+class MeteredAllocator(KVAllocator):
+    """Passes everything on to `inner`.
+
+    nanoseconds     verb -> wall time of each call
+    evicted_pages   pages whose content was dropped for room, so far
+    duplicate_pages pages given up for, or kept beside, equal ones, so far
+    """
+
+    def __init__(self, inner: KVAllocator) -> None:
+        self.inner = inner
+        self.kind = inner.kind  # type: ignore[misc]  # the class variable of whatever is inside
+        self.page_size = inner.page_size
+        self.num_pages = inner.num_pages
+        self.events = inner.events
+        self.nanoseconds: dict[str, array[int]] = {verb: array("q") for verb in VERBS}
+        self.evicted_pages = 0
+        self.duplicate_pages = 0
+
+    def pin(self, seq: Sequence, gate: Gate | None = None) -> Pin | None:
+        start = time.perf_counter_ns()
+        pin = self.inner.pin(seq, gate)
+        self.nanoseconds["pin"].append(time.perf_counter_ns() - start)
+        return pin
+
+    def reserve(self, wants: Iterable[tuple[Sequence, int]]) -> list[Reservation] | None:
+        start = time.perf_counter_ns()
+        reservations = self.inner.reserve(wants)
+        self.nanoseconds["reserve"].append(time.perf_counter_ns() - start)
+        for reservation in reservations or ():
+            if reservation.evicted:
+                self.evicted_pages += len(reservation.evicted)
+            if reservation.duplicates:
+                self.duplicate_pages += len(reservation.duplicates)
+        return reservations
+
+    def commit(self, done: Iterable[tuple[Sequence, int]]) -> list[Commit]:
+        start = time.perf_counter_ns()
+        commits = self.inner.commit(done)
+        self.nanoseconds["commit"].append(time.perf_counter_ns() - start)
+        for commit in commits:
+            if commit.duplicates:
+                self.duplicate_pages += len(commit.duplicates)
+        return commits
+
+    def release(self, seqs: Iterable[Sequence], reason: Release) -> Released:
+        start = time.perf_counter_ns()
+        released = self.inner.release(seqs, reason)
+        self.nanoseconds["release"].append(time.perf_counter_ns() - start)
+        self.duplicate_pages += len(released.duplicates)
+        return released
+
+    def evict(self, num_tokens: int) -> list[int]:
+        start = time.perf_counter_ns()
+        evicted = self.inner.evict(num_tokens)
+        self.nanoseconds["evict"].append(time.perf_counter_ns() - start)
+        self.evicted_pages += len(evicted)
+        return evicted
+
+    def match(self, seq: Sequence) -> Match:
+        start = time.perf_counter_ns()
+        match = self.inner.match(seq)
+        self.nanoseconds["match"].append(time.perf_counter_ns() - start)
+        return match
+
+    def room(self) -> tuple[int, int]:
+        return self.inner.room()
+
+    def page_ids(self, seq: Sequence) -> array[int]:
+        return self.inner.page_ids(seq)
+
+    def capacity(self) -> Capacity:
+        return self.inner.capacity()
+
+    def reset(self) -> bool:
+        return self.inner.reset()
+
+    def check(self) -> None:
+        self.inner.check()

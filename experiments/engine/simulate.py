@@ -1,0 +1,329 @@
+"""A run of the engine on a simulated clock: arrivals come in, steps take the time of a model, everything is recorded.
+
+The GPU runs the launched steps one after the other. With result_lag 0 a step ends when its own results are in: host
+and GPU time add up. With 1 the host schedules the next step while the GPU runs this one, and then waits for its
+results: the longer of the two counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvarena.experiments.engine.arrivals import Arrival, Arrivals
+from kvarena.experiments.engine.engine import Engine, StepRecord, make_scheduler
+from kvarena.experiments.engine.executors import HiddenOutputs, ScriptedExecutor, UnnamedOutputs
+from kvarena.experiments.engine.latency import Latencies, Limits, TokenTimes
+from kvarena.experiments.engine.metered import MeteredAllocator
+from kvarena.experiments.engine.request import End, EngineRequest, make_request
+from kvarena.experiments.engine.scheduler import Scheduled, SchedulerConfig, StepPlan
+from kvarena.experiments.engine.step_time import StepTimeModel
+
+IDLE_STEP_S = 1e-5  # a step that computes nothing takes this long at least, so that time goes on
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRow:
+    """What became of one request. Times are seconds on the engine's clock; None where there is no such moment.
+
+    hit_tokens          of its first admission; `readmitted_hit_tokens` of those after preemptions
+    declared_max_tokens what the scheduler was told, before any cut
+    end                 stop, length, pool, rejected
+    cut_output_tokens   tokens of the true output that a limit cut off (all of them when rejected)
+    message             the numbers, when it was rejected or out of pool
+    """
+
+    index: int
+    request_id: str
+    session_id: str | None
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    declared_max_tokens: int
+    admitted: bool
+    hit_tokens: int
+    readmissions: int
+    readmitted_hit_tokens: int
+    output_tokens: int
+    cut_output_tokens: int
+    preemptions: int
+    recomputed_tokens: int
+    first_token_s: float | None
+    end_s: float
+    end: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One step and the pool after it. `tail_slots` and `live_tokens` are of the running requests."""
+
+    step: int
+    time_s: float
+    kind: str
+    batch: int
+    new_tokens: int
+    admitted: int
+    preempted: int
+    running: int
+    waiting: int
+    gpu_ms: float
+    host_ms: float
+    free: int
+    evictable: int
+    in_use: int
+    shared: int
+    duplicates: int
+    wasted_slots: int
+    tail_slots: int
+    live_tokens: int
+    evicted_pages: int
+    external_fragmentation: float | None = None
+
+
+@dataclass
+class Record:
+    """Everything a run yields."""
+
+    requests: list[RequestRow] = field(default_factory=list)
+    steps: list[StepRow] = field(default_factory=list)
+    latencies: Latencies = field(default_factory=Latencies)
+    num_steps: int = 0
+    busy_steps: int = 0
+    batch_entries: int = 0
+    new_tokens: int = 0
+    preemptions: int = 0
+    output_tokens: int = 0
+    duration_s: float = 0.0
+    gpu_s: float = 0.0
+    host_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run is fed and recorded.
+
+    declare      what the scheduler is told of a request's output: (true tokens, index) -> max_tokens
+    steps_every  a StepRow every so many steps
+    check_every  verify the allocator every so many steps; 0: never
+    """
+
+    declare: Callable[[int, int], int]
+    limits: Limits = field(default_factory=Limits)
+    steps_every: int = 1
+    check_every: int = 0
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request in the engine, and what its row needs."""
+
+    arrival: Arrival
+    request: EngineRequest
+    times: TokenTimes
+    declared: int
+
+
+class Clock:
+    """Simulated time of one host and one GPU."""
+
+    def __init__(self, model: StepTimeModel, lag: int) -> None:
+        self.model = model
+        self.lag = lag
+        self.now_s = 0.0
+        self.host_s = 0.0
+        self.gpu_s = 0.0
+        self._gpu_free_s = 0.0
+        self._pending_s = 0.0  # when the step in flight is done
+
+    def step(self, plan: StepPlan) -> tuple[float, float]:
+        """Advance over one step of the engine; returns its (host, GPU) seconds."""
+        host, gpu = self.model.host_s(plan), self.model.gpu_s(plan)
+        scheduled = self.now_s + host
+        done_before = self._pending_s
+        self._gpu_free_s = max(self._gpu_free_s, scheduled) + gpu
+        if plan.batch:
+            self._pending_s = self._gpu_free_s
+        end = max(scheduled, done_before) if self.lag else max(scheduled, self._pending_s)
+        self.now_s = max(end, self.now_s + IDLE_STEP_S)
+        self.host_s += host
+        self.gpu_s += gpu
+        return host, gpu
+
+    def wait_until(self, at_s: float) -> None:
+        self.now_s = max(self.now_s, at_s)
+
+
+class Simulation:
+    """One allocator, one policy, one stream of arrivals."""
+
+    def __init__(
+        self,
+        allocator: MeteredAllocator,
+        policy: str,
+        config: SchedulerConfig,
+        model: StepTimeModel,
+        arrivals: Arrivals,
+        options: RunOptions,
+    ) -> None:
+        self.allocator = allocator
+        self.scheduler = make_scheduler(policy, allocator, config)
+        self.outputs = HiddenOutputs()
+        self.engine = Engine(self.scheduler, ScriptedExecutor(self.outputs))
+        self.clock = Clock(model, config.result_lag)
+        self.arrivals = arrivals
+        self.options = options
+        self.record = Record(latencies=Latencies(options.limits))
+        self._live: dict[str, _Live] = {}
+        self._unnamed = UnnamedOutputs()
+        self._evicted_before = 0
+        self._preempted = 0
+
+    def run(self, tick: Callable[[], None] | None = None) -> Record:
+        """Until every request has ended; `tick` is called once for each."""
+        for _ in self.ends():
+            if tick is not None:
+                tick()
+        return self.record
+
+    def ends(self) -> Iterator[RequestRow]:
+        """Run, yielding each request's row when it ends."""
+        while self._next_step():
+            record = self.engine.step()
+            host, gpu = self.clock.step(record.plan)
+            yield from self._results(record)
+            self._note_step(record, host, gpu)
+        self.record.requests.sort(key=lambda row: row.index)
+        self.record.duration_s = self.clock.now_s
+        self.record.gpu_s, self.record.host_s = self.clock.gpu_s, self.clock.host_s
+
+    def _next_step(self) -> bool:
+        """Let in who has arrived; skip to the next arrival when nothing is left to do. False: all have ended."""
+        self._admit_due()
+        if self.engine.has_work or self._live:
+            return True
+        upcoming = self.arrivals.next_s
+        if upcoming is None:
+            return False
+        self.engine.step()  # the idle pass that upstream's loop makes when it has drained
+        self.clock.wait_until(upcoming)
+        self._admit_due()
+        return True
+
+    def _admit_due(self) -> None:
+        for arrival in self.arrivals.due(self.clock.now_s):
+            self._arrive(arrival)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        traced = arrival.request
+        if traced.request_id in self._live:
+            raise ValueError(f"request {traced.request_id}: already live; ids must be unique while requests overlap")
+        true_tokens = max(traced.num_output_tokens, 1)
+        declared = self.options.declare(true_tokens, arrival.index)
+        request = make_request(
+            traced.request_id,
+            traced.prompt_ids(),
+            declared,
+            arrival_s=arrival.arrival_s,
+            priority=int(traced.extra.get("priority", 0)),
+            namespace=traced.namespace,
+        )
+        named = traced.grain == 1 and traced.output_ids is not None and len(traced.output_ids) == true_tokens
+        output = traced.output_ids if named else self._unnamed.take(true_tokens)
+        self.outputs.add(request.id, output)  # type: ignore[arg-type]  # a NumPy array serves as a sequence
+        self._live[request.id] = _Live(arrival, request, TokenTimes(arrival.arrival_s), declared)
+        self.engine.add(request)
+
+    def _results(self, record: StepRecord) -> Iterator[RequestRow]:
+        now = self.clock.now_s
+        if record.due is not None:
+            for entry in record.due.batch:
+                self._note_token(entry, now)
+        for request in (*record.finished, *record.ended):
+            yield self._end(self._live.pop(request.id), now)
+
+    def _note_token(self, entry: Scheduled, now: float) -> None:
+        live = self._live.get(entry.request.id)
+        # A token that was dropped (it was sampled after the end, or before a retraction) did not reach anybody.
+        if live is None or not entry.samples or live.request.num_output <= live.times.num_tokens:
+            return
+        if live.request.end is End.REJECTED:
+            return
+        gap = live.times.token(now)
+        if gap is not None:
+            self.record.latencies.itl.append(gap)
+
+    def _end(self, live: _Live, now: float) -> RequestRow:
+        request, traced = live.request, live.arrival.request
+        rejected = request.end is End.REJECTED
+        generated = 0 if rejected else request.num_output
+        cut = max(traced.num_output_tokens, 1) - generated
+        if not rejected:
+            self.record.latencies.served(live.times, whole=cut <= 0)
+        self.outputs.forget(request.id)
+        self.arrivals.ended(request.id, now)
+        row = RequestRow(
+            index=live.arrival.index,
+            request_id=request.id,
+            session_id=traced.session_id,
+            arrival_s=live.arrival.arrival_s,
+            num_prompt_tokens=traced.num_prompt_tokens,
+            num_output_tokens=traced.num_output_tokens,
+            declared_max_tokens=live.declared,
+            admitted=bool(request.hits) and not rejected,
+            hit_tokens=request.hits[0] if request.hits else 0,
+            readmissions=max(len(request.hits) - 1, 0),
+            readmitted_hit_tokens=sum(request.hits[1:]),
+            output_tokens=generated,
+            cut_output_tokens=max(cut, 0),
+            preemptions=request.num_preemptions,
+            recomputed_tokens=request.recomputed_tokens,
+            first_token_s=live.times.first_s,
+            end_s=now,
+            end="" if request.end is None else request.end.value,
+            message=request.message,
+        )
+        self.record.requests.append(row)
+        self.record.output_tokens += generated
+        return row
+
+    def _note_step(self, record: StepRecord, host: float, gpu: float) -> None:
+        plan, out = record.plan, self.record
+        tokens = plan.num_tokens
+        out.num_steps += 1
+        out.busy_steps += bool(plan.batch)
+        out.batch_entries += len(plan.batch)
+        out.new_tokens += tokens
+        out.preemptions += len(plan.preempted)
+        self._preempted += len(plan.preempted)
+        if self.options.check_every and out.num_steps % self.options.check_every == 0:
+            self.allocator.check()
+        if (out.num_steps - 1) % self.options.steps_every == 0:
+            out.steps.append(self._step_row(plan, tokens, host, gpu))
+            self._evicted_before, self._preempted = self.allocator.evicted_pages, 0
+
+    def _step_row(self, plan: StepPlan, tokens: int, host: float, gpu: float) -> StepRow:
+        capacity, size = self.allocator.capacity(), self.allocator.page_size
+        lengths = [request.num_computed for request in self.scheduler.running_requests]
+        return StepRow(
+            step=self.record.num_steps - 1,
+            time_s=self.clock.now_s,
+            kind=plan.kind if plan.batch else "idle",
+            batch=len(plan.batch),
+            new_tokens=tokens,
+            admitted=len(plan.admitted),
+            preempted=self._preempted,
+            running=len(lengths),
+            waiting=len(self.scheduler.waiting),
+            gpu_ms=1e3 * gpu,
+            host_ms=1e3 * host,
+            free=capacity.free,
+            evictable=capacity.evictable,
+            in_use=capacity.in_use,
+            shared=capacity.shared,
+            duplicates=capacity.duplicates,
+            wasted_slots=capacity.wasted_slots,
+            tail_slots=sum(-n % size for n in lengths),
+            live_tokens=sum(lengths),
+            evicted_pages=self.allocator.evicted_pages - self._evicted_before,
+        )

@@ -1,0 +1,250 @@
+"""How long a step takes: a small model of GPU and host time, for runs without a GPU.
+
+    GPU   = step + linear layers + layers x (decode attention + extend attention)
+            linear layers     max(bytes of the weights / bandwidth, 2 x parameters x tokens / rate)
+            decode attention  launch + KV bytes read / bandwidth       (sequences with one new token)
+            extend attention  launch + 4 x heads x head_dim x (query, key) pairs / rate
+    host  = base + per request of the batch + per prompt token admitted
+
+Attention coefficients are fitted to measured kernel times (`calibrate`) and kept as JSON; without such a file the
+defaults below are used, which are shares of the card's published peaks and are marked as not calibrated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from kvarena.experiments.engine.scheduler import StepPlan
+from kvarena.experiments.metrics import percentile
+from kvarena.experiments.models import ITEMSIZE, ModelShape
+
+STEP_TIMES_VERSION = 1
+CALIBRATION = Path("results/h200/step_times.json")  # in a checkout
+NOT_CALIBRATED = "not calibrated: shares of the published peaks of an H200 (4.8 TB/s, 989 TFLOP/s in bf16)"
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What a step's time needs of a model beside its KV shape: query heads, and parameters read every step."""
+
+    num_heads: int
+    parameters: float
+
+
+# From the models' public configuration files; parameters without the embedding, which a step does not read whole.
+COMPUTE: dict[str, Compute] = {
+    "llama-2-7b": Compute(32, 6.6e9),
+    "llama-3-8b": Compute(32, 7.5e9),
+    "llama-3-70b": Compute(64, 69.5e9),
+    "mistral-7b": Compute(32, 7.1e9),
+    "qwen-2.5-7b": Compute(28, 7.1e9),
+    "qwen-2.5-72b": Compute(64, 71.5e9),
+    "qwen-3-8b": Compute(32, 7.6e9),
+    "qwen-3-32b": Compute(64, 32.0e9),
+    "smollm2-135m": Compute(9, 0.11e9),
+}
+
+
+def compute_of(model: str | Mapping[str, Any] | ModelShape, shape: ModelShape) -> Compute:
+    """Of a named model; for one's own shape, 4 query heads a KV head and a Llama's parameters at that width."""
+    if isinstance(model, str) and model in COMPUTE:
+        return COMPUTE[model]
+    heads = 4 * shape.num_kv_heads
+    width = heads * shape.head_dim
+    return Compute(heads, 13.0 * width * width * shape.num_layers)
+
+
+@dataclass(frozen=True)
+class GpuTimes:
+    """Coefficients. Rates in GB/s and TFLOP/s, times in microseconds, launches once a layer.
+
+    decode_gbps_by_page  bandwidth of decode attention at page sizes for which it was measured apart
+    error                relative error out of sample, {"decode": [p50, p95], ...}; empty when not calibrated
+    """
+
+    decode_us: float = 4.0
+    decode_gbps: float = 0.85 * 4800
+    extend_us: float = 6.0
+    extend_tflops: float = 0.6 * 989
+    linear_gbps: float = 0.8 * 4800
+    linear_tflops: float = 0.65 * 989
+    step_us: float = 300.0
+    decode_gbps_by_page: dict[str, float] = field(default_factory=dict)
+    calibrated: bool = False
+    source: str = NOT_CALIBRATED
+    error: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HostTimes:
+    """Host time of a step, in microseconds: allocator work alone, beside a base for the rest of the step."""
+
+    base_us: float
+    per_request_us: float
+    per_prompt_token_us: float
+
+
+# Allocator times recorded in alternating runs beside the real packages, two shared cores (single figures move by up
+# to 40 %): decode step of 256, hash of 4,096 tokens, admission of 4,096 uncached tokens.
+HOST: dict[str, HostTimes] = {
+    "none": HostTimes(0.0, 0.0, 0.0),
+    "ours-block": HostTimes(0.0, 62 / 256, (55 + 18 + 63 * 2.56) / 4096),
+    "ours-token": HostTimes(0.0, 12 / 256, 20 / 4096),
+    "vllm": HostTimes(0.0, (2331 + 388) / 256, (629 + 387) / 4096),
+    "sglang": HostTimes(0.0, 225 / 256, 1468 / 4096),
+}
+
+
+@dataclass(frozen=True)
+class StepTimeModel:
+    """Seconds of a step for one model, one page size and one set of coefficients."""
+
+    shape: ModelShape
+    compute: Compute
+    page_size: int
+    gpu: GpuTimes = GpuTimes()
+    host: HostTimes = HOST["none"]
+    host_base_s: float = 0.0
+
+    def gpu_s(self, plan: StepPlan) -> float:
+        """GPU time of a plan; 0 for an empty one."""
+        if not plan.batch:
+            return 0.0
+        decode_tokens = pairs = num_decodes = num_new = 0
+        for entry in plan.batch:
+            n = entry.num_new
+            num_new += n
+            if n == 1:
+                num_decodes += 1
+                decode_tokens += entry.num_before + 1
+            else:
+                pairs += n * entry.num_before + n * (n + 1) // 2
+        us = self.gpu.step_us + self._linear_us(num_new)
+        us += self._decode_us(decode_tokens) + self._extend_us(pairs)
+        return us / 1e6
+
+    def _linear_us(self, num_tokens: int) -> float:
+        weights = self.compute.parameters * ITEMSIZE["bfloat16"]
+        flops = 2 * self.compute.parameters * num_tokens
+        return max(weights / self.gpu.linear_gbps / 1e3, flops / self.gpu.linear_tflops / 1e6)
+
+    def _decode_us(self, kv_tokens: int) -> float:
+        if not kv_tokens:
+            return 0.0
+        return self.shape.num_layers * self.gpu.decode_us + (
+            kv_tokens * self.shape.bytes_per_token / _bandwidth(self.gpu, self.page_size) / 1e3
+        )
+
+    def _extend_us(self, pairs: int) -> float:
+        if not pairs:
+            return 0.0
+        layers = self.shape.num_layers
+        flops = 4 * self.compute.num_heads * self.shape.head_dim * pairs * layers
+        return layers * self.gpu.extend_us + flops / self.gpu.extend_tflops / 1e6
+
+    def host_s(self, plan: StepPlan) -> float:
+        """Host time of scheduling a plan."""
+        prompt = sum(request.seq.num_prefill_tokens for request in plan.admitted)
+        us = self.host.per_request_us * len(plan.batch) + self.host.per_prompt_token_us * prompt
+        return self.host_base_s + (self.host.base_us + us) / 1e6
+
+
+def _bandwidth(gpu: GpuTimes, page_size: int) -> float:
+    """The bandwidth measured at the largest page size that is not larger; else the common one."""
+    known = sorted((int(size), rate) for size, rate in gpu.decode_gbps_by_page.items() if int(size) <= page_size)
+    return known[-1][1] if known else gpu.decode_gbps
+
+
+def load_gpu_times(path: Path | None = None) -> GpuTimes:
+    """Coefficients from a JSON file (default: the checkout's calibration when it is there, else the defaults).
+
+    Raises ValueError naming the file and the field.
+    """
+    if path is None:
+        import kvarena
+
+        path = Path(kvarena.__file__).resolve().parent.parent / CALIBRATION
+        if not path.is_file():
+            return GpuTimes()
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as step times ({error})") from None
+    if not isinstance(data, dict) or data.pop("schema_version", None) != STEP_TIMES_VERSION:
+        raise ValueError(f"{path}: schema_version: expected {STEP_TIMES_VERSION}")
+    known = {entry.name for entry in fields(GpuTimes)}
+    for name, value in data.items():
+        if name not in known:
+            raise ValueError(f"{path}: {name}: unknown field; known: {', '.join(sorted(known))}")
+        if name.endswith(("_us", "_gbps", "_tflops")) and not (isinstance(value, int | float) and value > 0):
+            raise ValueError(f"{path}: {name}: expected a number above 0, found {value!r}")
+    return GpuTimes(**data)
+
+
+def save_gpu_times(times: GpuTimes, path: Path) -> None:
+    """Write coefficients so that `load_gpu_times` gives them back."""
+    data = {"schema_version": STEP_TIMES_VERSION, **asdict(times)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def calibrate(rows: Iterable[Mapping[str, Any]], source: str, base: GpuTimes | None = None) -> GpuTimes:
+    """Fit the attention coefficients to rows of the kernel benchmark; the rest stays as in `base`.
+
+    A row has `op` ("decode" or "extend"), `us`, `page_size`, and `bytes` (KV read, one layer) or `flops`. The error
+    is out of sample: every second row is predicted from a fit to the others. Raises ValueError for too few rows.
+    """
+    given = list(rows)
+    base = base or GpuTimes()
+    decode = [(float(row["bytes"]), float(row["us"]), int(row["page_size"])) for row in given if row["op"] == "decode"]
+    extend = [(float(row["flops"]), float(row["us"]), int(row["page_size"])) for row in given if row["op"] == "extend"]
+    decode_us, decode_rate = _fit(decode, "decode")
+    extend_us, extend_rate = _fit(extend, "extend")
+    by_page = {}
+    for size in sorted({size for _, _, size in decode}):
+        subset = [row for row in decode if row[2] == size]
+        if len(subset) >= 4:
+            by_page[str(size)] = _fit(subset, f"decode at page {size}")[1] / 1e3
+    return replace(
+        base,
+        decode_us=decode_us,
+        decode_gbps=decode_rate / 1e3,
+        extend_us=extend_us,
+        extend_tflops=extend_rate / 1e6,
+        decode_gbps_by_page=by_page,
+        calibrated=True,
+        source=source,
+        error={"decode": _errors(decode, "decode"), "extend": _errors(extend, "extend")},
+    )
+
+
+def _fit(rows: Sequence[tuple[float, float, int]], what: str) -> tuple[float, float]:
+    """(fixed us, amount per us) of us = fixed + amount / rate, least squares of the relative error; fixed >= 0.01."""
+    import numpy as np
+
+    if len(rows) < 2:
+        raise ValueError(f"calibrate: expected at least 2 {what} rows, found {len(rows)}")
+    amounts, us = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
+    design = np.stack([1 / us, amounts / us], axis=1)
+    fixed, slope = np.linalg.lstsq(design, np.ones(len(rows)), rcond=None)[0]
+    if fixed < 0.01:
+        fixed, slope = 0.01, float((amounts / us).sum() / ((amounts / us) ** 2).sum())
+    if slope <= 0:
+        raise ValueError(f"calibrate: {what} rows do not grow with their amount")
+    return float(fixed), float(1 / slope)
+
+
+def _errors(rows: Sequence[tuple[float, float, int]], what: str) -> list[float]:
+    """[p50, p95] of |predicted - measured| / measured; each half is predicted from the other."""
+    if len(rows) < 4:
+        return []
+    errors = []
+    for half in (0, 1):
+        fixed, rate = _fit(rows[half::2], what)
+        errors += [abs(fixed + amount / rate - us) / us for amount, us, _ in rows[1 - half :: 2]]
+    errors.sort()
+    return [round(percentile(errors, 0.5), 4), round(percentile(errors, 0.95), 4)]
