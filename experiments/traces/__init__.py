@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvarena.experiments.traces.base import Request, Trace, Visible
+from kvarena.experiments.traces.base import Request, Trace, Visible, adjusted
 
 __all__ = ["Request", "Trace", "Visible", "load_trace"]
 
@@ -18,7 +18,7 @@ def load_trace(
     spec      name of a built-in workload (`chat`, `mooncake_like` ...; options are its parameters, `seed` among them);
               name of a known trace found under KVARENA_TRACES or in the cache (`kvarena trace list`);
               path of a .jsonl, .jsonl.gz, .csv or .csv.gz file; DataFrame with the fields of a format as columns;
-              list of token lists, or of dicts with the fields of a format; or a Trace, which is returned
+              list of token lists, or of dicts with the fields of a format; or a Trace
     format    name of a format; None = recognised by the fields of the first row
     speed     arrivals come this many times faster (2.0 halves all gaps); the lengths stay
     limit     read only the first rows of the source
@@ -29,7 +29,9 @@ def load_trace(
     """
     _check_settings(speed, limit)
     if isinstance(spec, Trace):
-        return spec
+        if options or format is not None:
+            raise ValueError(f"trace: expected no format and no options for a Trace, found {format or sorted(options)}")
+        return adjusted(spec, speed, limit)
     if isinstance(spec, str):
         from kvarena.experiments import workloads
 

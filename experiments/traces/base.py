@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -110,3 +111,16 @@ class Trace:
 
     def __iter__(self) -> Iterator[Request]:
         return self.read()
+
+
+def adjusted(trace: Trace, speed: float, limit: int | None) -> Trace:
+    """The trace with arrivals `speed` times as fast, and only its first `limit` requests (None = all)."""
+    if speed == 1.0 and limit is None:
+        return trace
+
+    def read() -> Iterator[Request]:
+        for request in islice(trace.read(), limit):
+            yield replace(request, arrival_s=request.arrival_s / speed)
+
+    count = trace.num_requests if limit is None or trace.num_requests is None else min(limit, trace.num_requests)
+    return replace(trace, read=read, num_requests=count, source={**trace.source, "speed": speed, "limit": limit})

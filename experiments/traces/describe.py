@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from kvarena.experiments.ceilings import PrefixTree, ceiling_tokens
 from kvarena.experiments.traces.base import Request, Trace, Visible
-from kvarena.experiments.traces.visible import IN_FLIGHT_S, VisibleMeasure
+from kvarena.experiments.traces.visible import IN_FLIGHT_S, ChainCheck, VisibleMeasure
 
 SCHEMA_VERSION = 1
 PAGE_SIZES = (1, 16, 64, 256)
@@ -56,6 +56,8 @@ class _Survey:
     def __init__(self, visible: Visible) -> None:
         self._visible = visible
         self._measure = VisibleMeasure(exhaustive=True)
+        self._chains = ChainCheck()
+        self._ages: list[float] = []
         self._prompts = PrefixTree()
         self._with_replies = PrefixTree()
         self._inputs: list[int] = []
@@ -78,9 +80,13 @@ class _Survey:
             self._add_ids(request)
 
     def _add_ids(self, request: Request) -> None:
-        index = len(self._inputs)
+        index = len(self._inputs) - 1
+        self._chains.feed(request)
         ids = request.prompt_ids() if request.hash_ids is None else request.hash_ids
-        known = self._prompts.add(ids, index, request.namespace)[0] * request.grain
+        known, source = self._prompts.add(ids, index, request.namespace)
+        known *= request.grain
+        if source >= 0:
+            self._ages.append(request.arrival_s - self._arrivals[source])
         self._known["prompts"].append(min(known, request.num_prompt_tokens))
         if request.hash_ids is not None:
             self._count_uses(request.hash_ids)
@@ -108,11 +114,20 @@ class _Survey:
             "output_tokens": _quantiles(self._outputs),
             "sessions": _sessions(self._sessions),
             "namespaces": len(self._namespaces),
+            "ids": self._ids(),
             "replies_with_ids": self._measure.replies,
             "replies_that_return": self._measure.returned,
             "reuse": self._reuse(),
             "ceilings": list(self._ceilings()),
         }
+
+    def _ids(self) -> str:
+        """What ids are: none, token, chained (each behind one prefix) or content (some behind several)."""
+        if not self._visible.reuse:
+            return "none"
+        if not len(self._uses):
+            return "token"
+        return "content" if self._chains.unchained else "chained"
 
     def _reuse(self) -> dict[str, Any] | None:
         if not self._visible.reuse:
@@ -122,6 +137,8 @@ class _Survey:
             "distinct_prefix_tokens": self._prompts.num_ids * grain,
             "requests_that_share": sum(known > 0 for known in self._known["prompts"]),
         }
+        if self._ages:
+            found |= {f"prefix_age_s_p{level}": float(np.percentile(self._ages, level)) for level in LEVELS}
         uses = self._uses[self._uses > 0]
         if len(uses):
             found |= {

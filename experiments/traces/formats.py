@@ -172,8 +172,25 @@ def format_table() -> str:
 
 def check_options(fmt: Format, options: Mapping[str, Any]) -> Options:
     """Options of that format. Raises ValueError for one that it does not know."""
-    for name in options:
+    for name, value in options.items():
         if name not in fmt.options:
             allowed = ", ".join(sorted(fmt.options)) or "none"
             raise ValueError(f"option {name!r}: expected one of those of format {fmt.name!r} ({allowed})")
+        expected, fits = _OPTION_TYPES.get(name, ("", lambda _: True))
+        if not fits(value):
+            raise ValueError(f"option {name!r}: expected {expected}, found {value!r}")
     return Options(**options)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+_FLAG = ("true or false", lambda value: isinstance(value, bool))
+_OPTION_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "grain": ("a whole number >= 1", lambda value: type(value) is int and value >= 1),
+    "full_blocks": _FLAG,
+    "keep_failed": _FLAG,
+    "keep_copies": _FLAG,
+    "start_every_s": ("a number of seconds from 0 to 1e9", lambda value: _is_number(value) and 0 <= value <= 1e9),
+}

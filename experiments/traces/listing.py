@@ -47,6 +47,7 @@ def print_description(found: dict[str, Any]) -> None:
         "replies",
         [f"{found['replies_with_ids']:,} have ids, {found['replies_that_return']:,} return in a later prompt"],
     )
+    _section("ids", [found["ids"]])
     _section("reuse", [_pairs(found["reuse"]) if found["reuse"] else "none: lengths only"])
     _section("token hit rate of an infinite cache (last-token rule off)", _ceilings(found["ceilings"]))
 

@@ -6,13 +6,11 @@ maps its name to the module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from importlib import import_module
-from itertools import islice
 from typing import Any
 
-from kvarena.experiments.traces.base import Request, Trace
+from kvarena.experiments.traces.base import Request, Trace, adjusted
 
 _MODULES = (
     "chat",
@@ -39,7 +37,7 @@ def make(name: str, *, seed: int = 0, speed: float = 1.0, limit: int | None = No
             raise ValueError(
                 f"workload {name!r}: unknown parameter {parameter!r}: expected one of seed, {', '.join(allowed)}"
             )
-    return _adjusted(module.make(seed, module.Shape(**parameters)), speed, limit)
+    return adjusted(module.make(seed, module.Shape(**parameters)), speed, limit)
 
 
 def defaults(name: str) -> dict[str, Any]:
@@ -57,18 +55,6 @@ def _module(name: str) -> Any:
     if name not in NAMES:
         raise ValueError(f"unknown workload {name!r}: expected one of {', '.join(NAMES)}")
     return import_module(NAMES[name])
-
-
-def _adjusted(trace: Trace, speed: float, limit: int | None) -> Trace:
-    if speed == 1.0 and limit is None:
-        return trace
-
-    def read() -> Iterator[Request]:
-        for request in islice(trace.read(), limit):
-            yield replace(request, arrival_s=request.arrival_s / speed)
-
-    count = trace.num_requests if limit is None else min(limit, trace.num_requests or limit)
-    return replace(trace, read=read, num_requests=count, source={**trace.source, "speed": speed, "limit": limit})
 
 
 def trace_of(name: str, requests: list[Request], parameters: dict[str, Any]) -> Trace:

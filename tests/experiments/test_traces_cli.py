@@ -65,6 +65,8 @@ def test_describe_prints_a_table_and_json(tmp_path):
         "reuse": True,
     }
     assert found["reuse"]["distinct_ids"] == 3
+    assert found["ids"] == "chained"
+    assert found["reuse"]["prefix_age_s_p50"] == 3.0
     own = next(row for row in found["ceilings"] if row["page_size"] == 512)
     assert own["token_hit_rate"] == 512 / 1300
 

@@ -1,7 +1,9 @@
 """Readers: what each format's fields mean, and the one clear error that each kind of bad row gets."""
 
+import doctest
 import gzip
 import json
+from importlib import import_module
 
 import numpy as np
 import pandas as pd
@@ -405,6 +407,30 @@ def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
 def test_a_folder_is_no_trace_file(tmp_path):
     with pytest.raises(ValueError, match="expected a file, or a folder with the files of one of"):
         load_trace(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("grain", 0), ("grain", -4), ("grain", 1.5), ("grain", True), ("grain", "16"), ("full_blocks", "yes")],
+)
+def test_bad_option_values_are_named(option, value):
+    with pytest.raises(ValueError, match=rf"option '{option}': expected .* found"):
+        load_trace([mooncake_row(0, 4, [1])], **{option: value})
+
+
+def test_a_trace_given_as_a_trace_takes_speed_and_limit_only():
+    trace = load_trace([mooncake_row(t, 4, [1]) for t in (0, 1000, 4000)])
+    assert load_trace(trace) is trace
+    assert rows_of(load_trace(trace, speed=2.0, limit=2)) == [(0.0, 4, 1), (0.5, 4, 1)]
+    with pytest.raises(ValueError, match="expected no format and no options for a Trace"):
+        load_trace(trace, grain=16)
+
+
+@pytest.mark.parametrize("module", ["rows", "cli"])
+def test_examples_in_docstrings_hold(module):
+    found = doctest.testmod(import_module(f"kvarena.experiments.traces.{module}"))
+    assert found.attempted > 0
+    assert found.failed == 0
 
 
 @pytest.mark.parametrize(("setting", "value"), [("speed", 0), ("speed", -1), ("speed", float("nan")), ("limit", 0)])
