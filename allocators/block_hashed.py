@@ -41,6 +41,7 @@ class HashedPages(PageStore):
         self.refs = [2] + [0] * num_pages  # padding is never free, and never about to be
         self.evictable = 0
         self.shared = 0
+        self.withdrawn: set[int] = set()  # held pages whose content another sequence's abort took back
         self._caches = design.prefix_cache
         self._window = window
 
@@ -103,7 +104,9 @@ class HashedPages(PageStore):
         return self.index.publish(row.pages[start:end], chain, start)
 
     def unpublish(self, row: Row, start: int) -> list[int]:
-        return self.index.drop(row.pages[start : row.published])
+        dropped = self.index.drop(row.pages[start : row.published])
+        self.withdrawn.update(page for page in dropped if self.refs[page] > 1)
+        return dropped
 
     def let_go(self, row: Row) -> tuple[list[int], list[int]]:
         return self._let_go(row.pages[::-1])
@@ -126,6 +129,8 @@ class HashedPages(PageStore):
             refs[page] = 0
         freed = [page for page in idle if keys[page] is None]
         cached = [page for page in idle if keys[page] is not None] if freed else idle
+        if self.withdrawn:
+            self.withdrawn.difference_update(freed)
         self.free_queue.prepend(freed)
         self.free_queue.append(cached)
         self.evictable += len(cached)
@@ -190,7 +195,8 @@ class HashedPages(PageStore):
                 yield f"request {name}: its tokens are not those that were hashed"
             for position, page in enumerate(row.pages):
                 expected = chain.keys[position] if position < min(row.published, len(chain.keys)) else None
-                if 0 < page <= self.num_pages and keys[page] != expected and (keys[page] or self._window is None):
+                may_be_none = self._window is not None or page in self.withdrawn
+                if 0 < page <= self.num_pages and keys[page] != expected and not (may_be_none and keys[page] is None):
                     yield f"request {name}: page {page} at position {position} serves other content"
 
     def _counter_problems(self, held: dict[int, int]) -> Iterator[str]:

@@ -83,6 +83,7 @@ class RunTree:
         self.shared = 0
         self.duplicates = 0
         self.version = 0
+        self.withdrawn: set[Run] = set()  # held runs whose content another sequence's abort took back
         self._roots: dict[Any, Node] = {}
         self._ends = Run(None, array("i"), 0)  # closes the list of idle runs
 
@@ -176,6 +177,7 @@ class RunTree:
                 self.shared -= size
             elif run.refs == 0:
                 if run.node is None:
+                    self.withdrawn.discard(run)
                     freed.extend(run.pages[::-1])
                 else:
                     cached.extend(run.pages[::-1])
@@ -312,6 +314,8 @@ class RunTree:
             if begin < keep:
                 self._split(_node_of(run), keep - begin)
                 begin = keep
+            if run.refs > 1:
+                self.withdrawn.add(run)
             self._drop(run)
             if begin > keep and front is None:
                 raise ValueError("run: its parts hold fewer pages than were asked for")
@@ -339,7 +343,7 @@ def _next_key(text: bytes, done: int, limit: int, width: int, extras: Extras) ->
         return page, limit
     if done in extras:
         return (page, extras[done]), done + 1
-    return page, min([position for position in extras if position > done], default=limit)
+    return page, min([limit, *(position for position in extras if position > done)])
 
 
 def _pages_in_common(edge: bytes, text: bytes, start: int, width: int, limit: int) -> int:

@@ -53,6 +53,9 @@ def _list_problems(tree: RunTree) -> list[str]:
 
 
 def _node_problems(node: Node) -> Iterator[str]:
+    for key, child in node.children.items():
+        if child.key != key or child.parent is not node:
+            yield f"node {child.key!r} stands under key {key!r} of another node or name"
     if node.parent is None:
         if node.copies or node.edge:
             yield "a root has pages"
@@ -60,8 +63,6 @@ def _node_problems(node: Node) -> Iterator[str]:
     first = node.key[0] if isinstance(node.key, tuple) else node.key
     if not node.edge or len(node.edge) % node.width or node.edge[: node.width] != first:
         yield f"node {node.key!r}: its text does not begin with its key, in whole pages"
-    if node.parent.children.get(node.key) is not node:
-        yield f"node {node.key!r} is not under its key"
     if isinstance(node.key, tuple) and len(node) != 1:
         yield f"node {node.key!r}: a page with an item stands alone"
     if not (node.copies or node.children or node.users):
@@ -76,6 +77,8 @@ def holder_problems(tree: RunTree, held: Counter[Run], users: Counter[int]) -> I
     for run in {*held, *(run for node in nodes(tree) for run in node.copies)}:
         if run.refs != held[run]:
             yield _named(run, f"has ref count {run.refs}, {held[run]} rows name it")
+        if run.node is None and run not in tree.withdrawn:
+            yield _named(run, "is held as published and serves nobody")
     shared = sum(len(run.pages) for run, count in held.items() if count > 1)
     if shared != tree.shared:
         yield f"shared is {tree.shared}, counted {shared}"

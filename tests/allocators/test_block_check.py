@@ -21,9 +21,9 @@ def fault(message: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]
     return add
 
 
-def allocator_in_use() -> BlockAllocator:
+def allocator_in_use(form: str = "hashed") -> BlockAllocator:
     """Pages 1-3 held by `a` and `b` (1, 2 shared), 4 by `b`, 5 and 6 idle and cached, 7 to 9 free."""
-    allocator = BlockAllocator(9, design({"kind": "block", "page_size": 2, "form": "hashed"}))
+    allocator = BlockAllocator(9, design({"kind": "block", "page_size": 2, "form": form}))
     gone = Sequence("gone", [9, 9, 8, 8, 7])
     a, b = Sequence("a", [1, 1, 2, 2, 3]), Sequence("b", [1, 1, 2, 2, 4])
     for seq in (a, b, gone):
@@ -32,7 +32,7 @@ def allocator_in_use() -> BlockAllocator:
     allocator.release([gone], Release.FINISH)
     allocator.check()
     assert [list(allocator.page_ids(seq)) for seq in (a, b)] == [[1, 2, 3], [1, 2, 4]]
-    assert list(allocator._store.free_queue) == [7, 8, 9, 6, 5]
+    assert list(allocator._store.queue()) == [7, 8, 9, 6, 5]
     return allocator
 
 
@@ -189,5 +189,62 @@ def test_a_planted_fault_is_named_with_a_dump(name: str) -> None:
     assert "queue, head first" in str(caught.value)
 
 
-def test_a_sound_allocator_passes() -> None:
-    allocator_in_use().check()
+@pytest.mark.parametrize("form", ["hashed", "runs"])
+def test_a_sound_allocator_passes(form: str) -> None:
+    allocator_in_use(form).check()
+
+
+# the same for the form that keeps runs: the row of `a` is pages 1, 2 (shared, one run) and 3
+
+
+RUN_FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "leak a free page": (lambda a: a._store.stack.pop(), "page 7 is leaked"),
+    "leak a cached run": (lambda a: a._store.tree._unlink(next(a._store.tree.idle())), r"pages \[5, 6\] is leaked"),
+    "lose a page of a row": (lambda a: a._rows["a"].pages.pop(), "page 3 is leaked"),
+    "put a held page into the queue": (lambda a: a._store.stack.append(4), "page 4 is in two states"),
+    "let a row point at a free page": (
+        lambda a: a._rows["a"].pages.__setitem__(2, 7),
+        "page 7 is named by a live row and stands in the free queue",
+    ),
+    "let a row point at a cached page": (
+        lambda a: a._rows["b"].pages.__setitem__(0, 5),
+        "page 5 is named by a live row and stands in the free queue",
+    ),
+    "let a row point outside the pool": (lambda a: a._rows["a"].pages.__setitem__(2, 99), "page 99 does not exist"),
+    "count a holder too many": (lambda a: shared_run(a, +1), r"pages \[1, 2\] has ref count 3, 2 rows name it"),
+    "count a holder too few": (lambda a: shared_run(a, -1), r"pages \[1, 2\] has ref count 1, 2 rows name it"),
+    "count too many evictable": (lambda a: setattr(a._store.tree, "evictable", 3), "evictable is 3, 2 pages"),
+    "count too few shared": (lambda a: setattr(a._store.tree, "shared", 1), "shared is 1, counted 2"),
+    "count too many duplicates": (lambda a: setattr(a._store.tree, "duplicates", 1), "duplicates is 1, counted 0"),
+    "put a page twice into the queue": (lambda a: a._store.stack.append(7), "page 7 stands in the queue twice"),
+    "swap two pages of a row": (lambda a: swap(a._rows["a"].pages), "its runs name pages"),
+    "change a token behind the cache": (
+        lambda a: a._rows["a"].seq.token_ids.__setitem__(0, 77),
+        "its text is not that of the node",
+    ),
+    "forget that a row ends in a node": (lambda a: setattr(a._rows["a"].node, "users", 1), "1 users, 2 rows end in it"),
+    "drop the content of a held run": (
+        lambda a: a._store.tree._drop(a._rows["a"].parts[0][0]),
+        "is held as published and serves nobody",
+    ),
+    "commit more than there are slots": (lambda a: setattr(a._rows["a"], "committed", 7), "do not fit 3 pages"),
+    "miscount waste": (lambda a: setattr(a, "_wasted", 9), "wasted slots are 9, counted 2"),
+}
+
+
+def shared_run(allocator: Any, change: int) -> None:
+    allocator._rows["a"].parts[0][0].refs += change
+
+
+def swap(pages: Any) -> None:
+    pages[0], pages[1] = pages[1], pages[0]
+
+
+@pytest.mark.parametrize("name", RUN_FAULTS)
+def test_a_fault_planted_in_runs_is_named_with_a_dump(name: str) -> None:
+    plant, message = RUN_FAULTS[name]
+    allocator = allocator_in_use("runs")
+    plant(allocator)
+    with pytest.raises(AllocatorError, match=message) as caught:
+        allocator.check()
+    assert "queue, head first" in str(caught.value)
