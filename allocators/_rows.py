@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
+from itertools import repeat
 from typing import Protocol
 
 import numpy as np
@@ -86,6 +87,16 @@ class PageRows:
         start, stop = change.rewritten
         if stop > start:
             self._note(row, start, self.source.page_ids(seq)[start:stop])
+
+    def append_each(self, seqs: ListLike[Sequence], page_ids: array[int]) -> None:
+        """One page more for each of these different sequences. A few array operations."""
+        rows = np.array(self.indices(seqs), dtype=np.int64)
+        counts = self._counts[rows]
+        if (full := np.flatnonzero(counts >= self.width)).size:
+            self._check_width(seqs[int(full[0])], self.width + 1)
+        self._pages[rows, counts] = page_ids
+        self._counts[rows] = counts + 1
+        self._dirty += zip(rows.tolist(), counts.tolist(), repeat(1), strict=False)
 
     def refresh(self, seq: Sequence) -> None:
         """Read the sequence's whole row again. O(pages)."""

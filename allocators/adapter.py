@@ -10,6 +10,7 @@ Both keep a device row for each request and send only what changed: `update` not
 and lengths in one host-to-device copy. The order of calls in a step:
 
     reservations = allocator.reserve(wants);  adapter.update_all(reservations)   # new sequences get a row
+    step = decode_batch.reserve();            adapter.update_step(step)          # all of a decode batch at once
     batch = adapter.batch(seqs, num_new_tokens)                                  # before commit
     ... kernels on batch.table, batch.slot_mapping, batch.query_start_loc ...
     adapter.update_all(allocator.commit(done))                                   # merged duplicates: other pages
@@ -40,6 +41,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from kvarena.allocators._rows import PageRows, PageSource
+from kvarena.allocators.decode_batch import StepReservation
 from kvarena.allocators.interface import AllocatorError, Commit, Reservation, Sequence
 from kvarena.kernels.page_table import PageTable
 from numpy.typing import NDArray
@@ -139,6 +141,13 @@ class _TableAdapter:
         """`update` for each result of one `reserve` or `commit` call."""
         for change in changes:
             self.host.update(change)
+
+    def update_step(self, step: StepReservation) -> None:
+        """Note what a decode batch's step reserved; its sequences have rows. Costs a few array operations."""
+        if step.one_page_each:
+            self.host.append_each([step.seqs[member] for member in step.members], step.page_ids)
+        else:
+            self.update_all(step.reservations())
 
     def refresh(self, seq: Sequence) -> None:
         """Read a sequence's whole row again: for changes that no `Reservation` or `Commit` told.

@@ -30,6 +30,14 @@ class StepReservation:
     evicted: PageIds = ()
     _each: list[Reservation] = field(default_factory=list)
 
+    @property
+    def one_page_each(self) -> bool:
+        """`members` and `page_ids` say everything that a page table needs: no row was moved, rewritten or given
+        several pages."""
+        if len(self.members) != len(self.page_ids):
+            return False
+        return not any(each.moves or each.rewritten != (0, 0) for each in self._each)
+
     def reservations(self) -> list[Reservation]:
         """The same as the list form gives it, one for each member. O(B)."""
         if not self._each:

@@ -39,6 +39,7 @@ class RandomOps:
             "burst": (2, self._burst),
             "resume": (2, self._resume),
             "decode": (8, self._decode),
+            "decode batch": (3, self._decode_batch),
             "draft": (2, self._draft),
             "finish": (3, self._finish),
             "preempt": (2, self._preempt),
@@ -168,28 +169,22 @@ class RandomOps:
         if pages * size < end:
             raise Violation(f"reserve: request {seq.request_id} has {pages} pages of {size} for {end} tokens")
 
-    def _apply(self, result: Reservation | Commit) -> None:
-        """Carry out moves, forget what was freed or evicted, tell the adapters."""
+    def _apply(self, result: Reservation | Commit, tell: bool = True) -> None:
+        """Carry out moves, forget what was freed or evicted, tell the adapters (unless they hear it otherwise)."""
         if isinstance(result, Reservation):
             self.shadow.move(result.moves)
         self.shadow.forget(result.evicted)
         # A reservation lists pages that left the window under `freed`, also those that still serve hits.
         if self.shadow.window is None or isinstance(result, Commit):
             self.shadow.forget(result.freed)
-        for adapter in self.adapters:
+        for adapter in self.adapters if tell else ():
             adapter.update(result)
 
     def _compute(self, work: list[tuple[Actor, int]], keep: int | None = None) -> None:
-        """Write the KV of n more tokens of each, compare slot mappings, commit (`keep` of them: rejected drafts)."""
+        """Write the KV of n more tokens of each and commit (`keep` of them: rejected drafts)."""
         if not work:
             return
-        slots = [self.shadow.slots_of(actor, n) for actor, n in work]
-        for adapter in self.adapters:
-            batch = adapter.batch([actor.seq for actor, _ in work], [n for _, n in work])
-            if batch.slot_mapping.tolist() != list(chain.from_iterable(slots)):
-                raise Violation(f"adapter: slot_mapping {batch.slot_mapping.tolist()}, owned slots {slots}")
-        for (actor, _), own in zip(work, slots, strict=True):
-            self.shadow.write(actor, own)
+        self._write(work)
         done = [(a.seq, a.seq.num_computed_tokens + (n if keep is None else min(keep, n))) for a, n in work]
         commits = self.allocator.commit(done)
         if [(commit.seq, commit.seq.num_computed_tokens) for commit in commits] != done:
@@ -199,12 +194,56 @@ class RandomOps:
 
     def _decode(self) -> None:
         """One token for some sequences in one call; refused, the last of them is preempted and the rest retried."""
-        batch = [actor for actor in self.live.values() if self.random.random() < 0.7]
-        for actor in batch:
+        members = self._next_tokens()
+        while members and not self._reserve([(actor, 1) for actor in members]):
+            self._release(members.pop(), Release.PREEMPT)
+        self._compute([(actor, 1) for actor in members])
+
+    def _decode_batch(self) -> None:
+        """The same for two steps through a decode batch, which a refusal ends."""
+        members = self._next_tokens()
+        batch = self.allocator.decode_batch([actor.seq for actor in members])
+        for _ in range(2 if members else 0):
+            state, step = self.shadow.state(), batch.reserve()
+            self.decisions.append(None if step is None else (list(step.members), list(step.page_ids)))
+            if step is None:
+                self.shadow.expect_nothing_taken(state, "refused decode batch")
+                self._refresh_adapters()
+                for actor in members:
+                    self._forget_last(actor)
+                self._release(members[-1], Release.PREEMPT)
+                return
+            for actor, result in zip(members, step.reservations(), strict=True):
+                self._expect_covered(actor, 1)
+                self._apply(result, tell=False)
+            for adapter in self.adapters:
+                adapter.update_step(step)
+            self._write([(actor, 1) for actor in members])
+            batch.commit()
+            self._next_tokens(members)
+        for actor in members:
+            self._forget_last(actor)
+
+    def _write(self, work: list[tuple[Actor, int]]) -> None:
+        """The KV of n more tokens of each goes to its slots, which the adapters must name alike."""
+        slots = [self.shadow.slots_of(actor, n) for actor, n in work]
+        for adapter in self.adapters:
+            batch = adapter.batch([actor.seq for actor, _ in work], [n for _, n in work])
+            if batch.slot_mapping.tolist() != list(chain.from_iterable(slots)):
+                raise Violation(f"adapter: slot_mapping {batch.slot_mapping.tolist()}, owned slots {slots}")
+        for (actor, _), own in zip(work, slots, strict=True):
+            self.shadow.write(actor, own)
+
+    def _next_tokens(self, actors: list[Actor] | None = None) -> list[Actor]:
+        """One more known token for some live sequences, or for these; returns them."""
+        chosen = [actor for actor in self.live.values() if self.random.random() < 0.7] if actors is None else actors
+        for actor in chosen:
             self._append(actor, self.random.randrange(VOCABULARY))
-        while batch and not self._reserve([(actor, 1) for actor in batch]):
-            self._release(batch.pop(), Release.PREEMPT)
-        self._compute([(actor, 1) for actor in batch])
+        return chosen
+
+    def _forget_last(self, actor: Actor) -> None:
+        actor.seq.pop()
+        actor.content.pop()
 
     def _draft(self) -> None:
         """Slots for draft tokens, some of which are rejected: fewer are committed, the rest forgotten."""

@@ -260,6 +260,34 @@ def test_a_step_sends_only_what_changed_in_one_copy(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("spec", ["block", "token", "exact"])
+def test_a_decode_batch_tells_all_its_pages_in_one_call(spec, kind):
+    pool = make_allocator({"kind": spec, "page_size": 4}, num_pages=60)
+    adapter = adapter_over(kind, pool, max_requests=8)
+    seqs = [Sequence(f"r{i}", [i] * (3 + i)) for i in range(6)]
+    for seq in seqs:
+        admitted(pool, adapter, seq)
+    steps = pool.decode_batch(seqs)
+    for _ in range(9):
+        adapter.update_step(steps.reserve())
+        slots = [int(pool.page_ids(s)[s.num_computed_tokens // 4]) * 4 + s.num_computed_tokens % 4 for s in seqs]
+        assert adapter.batch(seqs, [1] * 6).slot_mapping.tolist() == slots
+        steps.commit()
+    adapter.check(seqs)
+
+
+def test_a_decode_batch_past_a_row_raises_and_changes_nothing():
+    pool = make_allocator({"kind": "token", "page_size": 4}, num_pages=60)
+    adapter = adapter_over(BlockTableAdapter, pool, max_tokens=8)
+    seqs = [Sequence("a", [1] * 4), Sequence("b", [2] * 8)]
+    for seq in seqs:
+        admitted(pool, adapter, seq)
+    with pytest.raises(ValueError, match="request b needs 3 pages: a row holds 2"):
+        adapter.update_step(pool.decode_batch(seqs).reserve())
+    assert [len(adapter.row(seq)) for seq in seqs] == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
 def test_more_changes_than_the_step_buffer_holds_all_arrive(kind):
     count = MIN_STAGED_PAGES + 7
     a, b = sequence("a", count), sequence("b", 2)

@@ -91,7 +91,7 @@ def test_every_sequence_keeps_its_kv_over_random_swaps(name, page_size, host_pag
         driver = SwapOps(pool, seed, host_pages)
         driver.run(150)
         swaps += driver.swapped_in
-    assert swaps > 5
+    assert swaps > 2  # most windowed sequences have left pages behind, and are refused
 
 
 def test_an_allocator_from_outside_can_be_swapped():
