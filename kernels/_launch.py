@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -175,6 +175,48 @@ def scale_argument(
         return 1.0, scale, 0
     check_shape(name, scale, (num_kv_heads,))
     return 1.0, scale, scale.stride(0)
+
+
+class Remembered(dict[Hashable, Any]):
+    """What was decided for calls of one key; forgets everything at `limit` keys, so that no workload fills memory."""
+
+    def __init__(self, limit: int = 4096) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def __setitem__(self, key: Hashable, value: Any) -> None:
+        if len(self) >= self.limit:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+def call_key(*tensors: Tensor | None) -> tuple[object, ...]:
+    """All that checks, tile sizes and Triton's specialisation read of tensors: equal keys, equal launches."""
+    return tuple(
+        None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0) for t in tensors
+    )
+
+
+_compiled = Remembered()
+
+
+def launch(
+    kernel: Any, grid: tuple[int, int, int], args: tuple[object, ...], constants: dict[str, Any], key: Hashable
+) -> None:
+    """`kernel[grid](*args, **constants)`; with a known `key`, without Triton's inspection of every argument.
+
+    args       in the kernel's order, all but the compile-time ones, which come last
+    constants  the compile-time ones and launch options
+    key        equal for launches that differ in addresses alone (see `call_key`), unlike for others
+    """
+    found = _compiled.get((kernel, key))
+    if found is not None:
+        compiled, tail = found
+        compiled[grid](*args, *tail)
+        return
+    compiled = kernel[grid](*args, **constants)
+    if hasattr(compiled, "packed_metadata"):  # neither the interpreter nor a launch that only compiles
+        _compiled[kernel, key] = (compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]))
 
 
 def is_power_of_two(number: int) -> bool:

@@ -13,16 +13,26 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from kvarena.kernels._launch import ceil_div, check_device, check_dtype, check_runnable, fail, next_power_of_two
+from kvarena.kernels._launch import (
+    call_key,
+    ceil_div,
+    check_device,
+    check_dtype,
+    check_runnable,
+    fail,
+    launch,
+    next_power_of_two,
+)
 from torch import Tensor
 
 Ids = Sequence[int] | Tensor
 BLOCK_BYTES = 16384  # of one program
-STAGE_BYTES = 16 * 2**20  # of one piece on its way between pool and host; two are in flight
+STAGE_BYTES = 32 * 2**20  # of one piece on its way between pool and host; two are in flight
 
 
 @triton.jit
@@ -84,8 +94,8 @@ class _Runs:
     longest: int  # units
     page_bytes: int
 
-    def launch(self) -> dict[str, object]:
-        """Constants of the launch."""
+    def constants(self) -> dict[str, Any]:
+        """Compile-time arguments and options of the launch."""
         block = min(next_power_of_two(self.longest), BLOCK_BYTES // self.unit)
         return {
             "UNIT": {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[self.unit],
@@ -153,26 +163,31 @@ def _check_tensors(pool_tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return tensors
 
 
-def _host_ids(name: str, ids: Ids, num_pages: int) -> list[int]:
-    """Page ids as ints, each checked against the pool."""
-    if isinstance(ids, Tensor):
-        if ids.device.type != "cpu":
-            fail(name, "ints or a CPU tensor: ids are checked on the host before anything is written", ids.device)
-        if ids.dim() != 1 or ids.is_floating_point():
-            fail(name, "integers [n]", f"{ids.dtype} {list(ids.shape)}")
-        ids = ids.tolist()
+def _host_ids(name: str, ids: Ids, num_pages: int) -> Tensor:
+    """Page ids as int64 [n] on the host, each checked against the pool; whole lists at a time, since they are long."""
+    if not isinstance(ids, Tensor):
+        ids = _listed(name, ids)
+    if ids.device.type != "cpu":
+        fail(name, "ints or a CPU tensor: ids are checked on the host before anything is written", ids.device)
+    if ids.dim() != 1 or ids.is_floating_point():
+        fail(name, "integers [n]", f"{ids.dtype} {list(ids.shape)}")
+    ids = ids.long()
+    if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < num_pages):
+        outside = ids[(ids < 0) | (ids >= num_pages)]
+        fail(name, f"page ids from 0 to {num_pages - 1}", int(outside[0]))
+    return ids
+
+
+def _listed(name: str, ids: Sequence[int]) -> Tensor:
+    """A sequence of ints as int64 [n]."""
     try:
-        listed = [operator.index(page) for page in ids]
+        return torch.tensor([operator.index(page) for page in ids], dtype=torch.int64)
     except TypeError:
         fail(name, "whole numbers", next(page for page in ids if not hasattr(page, "__index__")))
-    for page in listed:
-        if not 0 <= page < num_pages:
-            fail(name, f"page ids from 0 to {num_pages - 1}", page)
-    return listed
 
 
-def check_page_ids(pool_tensors: Tensor | Sequence[Tensor], page_ids: Ids) -> tuple[list[Tensor], list[int]]:
-    """Raise ValueError for tensors or ids that do not fit; return both as lists."""
+def check_page_ids(pool_tensors: Tensor | Sequence[Tensor], page_ids: Ids) -> tuple[list[Tensor], Tensor]:
+    """Raise ValueError for tensors or ids that do not fit; return the tensors listed, and the ids as int64 [n]."""
     tensors = _check_tensors(pool_tensors)
     return tensors, _host_ids("page_ids", page_ids, tensors[0].shape[0])
 
@@ -187,14 +202,14 @@ def check_copy(
     if len(src) != len(dst):
         fail("dst_ids", f"{len(src)} targets, one a source", len(dst))
     _check_distinct("dst_ids", dst)
-    return tensors, src, dst
+    return tensors, src.tolist(), dst.tolist()
 
 
-def _check_distinct(name: str, targets: list[int]) -> None:
-    if len(set(targets)) != len(targets):
-        seen: set[int] = set()
-        twice = next(page for page in targets if page in seen or seen.add(page))  # type: ignore[func-returns-value]
-        raise ValueError(f"{name}: target {twice} named twice")
+def _check_distinct(name: str, targets: Tensor) -> None:
+    ordered = targets.sort().values
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(twice):
+        raise ValueError(f"{name}: target {int(twice[0])} named twice")
 
 
 def check_packed(name: str, packed: Tensor, tensors: list[Tensor], num_pages: int) -> Tensor:
@@ -211,10 +226,10 @@ def page_rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[0], -1).contiguous().view(torch.uint8)
 
 
-def _upload(ids: list[int], device: torch.device) -> Tensor:
+def _upload(ids: Tensor, device: torch.device) -> Tensor:
     """Ids on the device, int32; the copy is queued, not waited for."""
-    host = torch.tensor(ids, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+    host = ids.int()
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def copy_pages(pool_tensors: Tensor | Sequence[Tensor], src_ids: Ids, dst_ids: Ids) -> None:
@@ -238,8 +253,10 @@ def copy_pages(pool_tensors: Tensor | Sequence[Tensor], src_ids: Ids, dst_ids: I
     kept = gather_pages(tensors, [s for s, _ in staged]) if staged else None
     if direct:
         runs = _runs(tensors)
-        ids = _upload([s for s, _ in direct] + [d for _, d in direct], device)
-        _copy_kernel[runs.grid(len(direct))](tensors[0], runs.table, ids, len(direct), **runs.launch())
+        ids = _upload(torch.tensor([s for s, _ in direct] + [d for _, d in direct]), device)
+        key = (runs.unit, runs.aligned, runs.longest, call_key(tensors[0], ids))
+        args = (tensors[0], runs.table, ids, len(direct))
+        launch(_copy_kernel, runs.grid(len(direct)), args, runs.constants(), key)
     if kept is not None:
         scatter_pages(kept, tensors, [d for _, d in staged])
 
@@ -262,7 +279,7 @@ def gather_pages(pool_tensors: Tensor | Sequence[Tensor], page_ids: Ids, out: Te
     if out is None:
         out = torch.empty((len(ids), runs.page_bytes), dtype=torch.uint8, device=device)
     check_packed("out", out, tensors, len(ids))
-    if not ids:
+    if not len(ids):
         return out
     if out.device == device:
         _pack(tensors, runs, _upload(ids, device), out, gather=True)
@@ -284,7 +301,7 @@ def scatter_pages(packed: Tensor, pool_tensors: Tensor | Sequence[Tensor], page_
     _check_distinct("page_ids", ids)
     device = tensors[0].device
     check_runnable(device)
-    if not ids:
+    if not len(ids):
         return
     runs = _runs(tensors)
     if packed.device == device:
@@ -294,9 +311,9 @@ def scatter_pages(packed: Tensor, pool_tensors: Tensor | Sequence[Tensor], page_
 
 
 def _pack(tensors: list[Tensor], runs: _Runs, ids: Tensor, packed: Tensor, gather: bool) -> None:
-    _pack_kernel[runs.grid(ids.shape[0])](
-        tensors[0], runs.table, ids, packed, runs.page_bytes // runs.unit, GATHER=gather, **runs.launch()
-    )
+    args = (tensors[0], runs.table, ids, packed, runs.page_bytes // runs.unit)
+    key = (gather, runs.unit, runs.aligned, runs.longest, runs.page_bytes, call_key(tensors[0], ids, packed))
+    launch(_pack_kernel, runs.grid(ids.shape[0]), args, {**runs.constants(), "GATHER": gather}, key)
 
 
 def _pieces(num_pages: int, page_bytes: int) -> list[slice]:

@@ -14,18 +14,22 @@ they are looked up: what lies in other slots is never read.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from kvarena.kernels._launch import (
     LOG2E,
+    Remembered,
+    call_key,
     ceil_div,
     check_attention,
     check_dtype,
     check_shape,
     check_slopes,
     fail,
+    launch,
     log2,
     next_power_of_two,
     output_like,
@@ -229,20 +233,28 @@ def decode_config(batch: int, kv_blocks: int, capacity: int, row_bytes: int) -> 
     capacity   tokens that a row of the table can name (or the window, if smaller)
     row_bytes  bytes of one K row in the pool
 
-    Splits: enough for about 512 programs, 256 to 4,096 tokens each. Tiles: the three settings that won on one
-    H200 for little work (latency counts), middling, and plenty (bytes in flight count), at 256-byte rows;
-    rows of 512 bytes and more halve the block so that the loads in flight fit in shared memory.
+    From runs on one H200 (results/h200), at 256-byte rows. A program takes 256 to 4,096 tokens, chosen so that all of
+    them are just under two waves of what the multiprocessors hold at once: one program with 128-token blocks (the most
+    bytes in flight, where a chunk is long or work is plenty), two or three with 64, four with 32 where requests are
+    short. From 2^24 tokens on chunks are shorter again: a long request in a mixed batch must not end last.
+    Rows of 512 bytes and more halve the block so that the loads in flight fit in shared memory.
     """
     programs = batch * kv_blocks
     work = programs * capacity
-    chunk = min(4096, max(256, next_power_of_two(work // 512)))
+    if work >= 2**20:
+        chunk = 4096 if work < 2**24 else 2048
+    else:
+        chunk = max(256, next_power_of_two(work // 512))
     num_splits = max(1, min(ceil_div(capacity, chunk), MAX_PROGRAMS // max(programs, 1)))
+    length = min(chunk, capacity)
     if work <= 2**17:
         block_n, num_warps, num_stages = 32, 2, 5
-    elif work < 2**21:
-        block_n, num_warps, num_stages = 64, 2, 3
-    else:
+    elif work >= 2**21 or length >= 4096:
         block_n, num_warps, num_stages = 128, 4, 4
+    elif work >= 2**20 and length <= 1024:
+        block_n, num_warps, num_stages = 32, 2, 4
+    else:
+        block_n, num_warps, num_stages = 64, 2, 3
     while row_bytes > 256 and block_n > 16:
         row_bytes //= 2
         block_n //= 2
@@ -309,16 +321,77 @@ def paged_decode(
     Cost: K and V of each visible token are read once a KV head (once for each 64 query heads of it).
     Raises ValueError for shapes, dtypes or devices that do not fit.
     """
+    tables = (table.entries, table.rows, table.seq_lens)
+    k_tensor = k_scale if isinstance(k_scale, Tensor) else None
+    v_tensor = v_scale if isinstance(v_scale, Tensor) else None
+    factors = (k_scale if k_tensor is None else None, v_scale if v_tensor is None else None)
+    aligned = workspace is None or workspace.data_ptr() % 16 == 0
+    key = (
+        call_key(q, key_cache, value_cache, *tables, alibi_slopes, k_tensor, v_tensor, out),
+        (table.tokens_per_entry, scale, window, softcap, *factors, return_lse, num_splits, aligned),
+    )
+    call = _calls.get(key)
+    if call is None:
+        options = (scale, window, softcap, alibi_slopes, k_scale, v_scale, out, return_lse, num_splits)
+        call = _calls[key] = _prepare(q, key_cache, value_cache, table, *options)
+    if out is None:
+        out = q.new_empty(call.shape)
+    lse = torch.empty(call.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+    if q.shape[0] == 0:
+        return (out, lse) if lse is not None else out
+    part, part_lse = out, lse
+    if call.splits > 1:
+        part, part_lse = _partials(workspace, (*call.shape[:2], call.splits, call.shape[2]), q.device)
+    tensors = (q, key_cache, value_cache, *tables, alibi_slopes, k_tensor, v_tensor, part, part_lse)
+    launch(_decode_kernel, call.grid, (*tensors, *call.numbers), call.constants, key)
+    if call.splits > 1:
+        tensors = (part, part_lse, table.seq_lens, out, lse)
+        numbers = (*call.combine_numbers, out.stride(0), out.stride(1))
+        launch(_combine_kernel, call.combine_grid, (*tensors, *numbers), call.combine_constants, key)
+    return (out, lse) if lse is not None else out
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What calls of one shape share: grids, numbers and compile-time arguments of the one or two kernels."""
+
+    shape: tuple[int, int, int]
+    splits: int
+    grid: tuple[int, int, int]
+    numbers: tuple[float, ...]
+    constants: dict[str, Any]
+    combine_grid: tuple[int, int, int]
+    combine_numbers: tuple[float, ...]
+    combine_constants: dict[str, Any]
+
+
+_calls = Remembered()
+
+
+def _prepare(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    table: PageTable,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    k_scale: float | Tensor | None,
+    v_scale: float | Tensor | None,
+    out: Tensor | None,
+    return_lse: bool,
+    num_splits: int | None,
+) -> _Call:
+    """Check the arguments of paged_decode and choose tiles and splits."""
     page_size, num_kv_heads, head_dim_v, batch = check_attention(
         q, key_cache, value_cache, table, scale, window, softcap
     )
     num_heads, head_dim = q.shape[1:]
     check_shape("q", q, (batch, num_heads, head_dim))
     check_slopes(alibi_slopes, num_heads, q.device)
-    out = output_like(q, head_dim_v, out)
-    lse = torch.empty((batch, num_heads), dtype=torch.float32, device=q.device) if return_lse else None
-    if batch == 0:
-        return (out, lse) if lse is not None else out
+    shape = (batch, num_heads, head_dim_v)
+    out_strides = output_like(q, head_dim_v, out).stride() if out is not None else (num_heads * head_dim_v, head_dim_v)
 
     group = num_heads // num_kv_heads
     block_h = min(64, max(16, next_power_of_two(group)))
@@ -330,82 +403,55 @@ def paged_decode(
         fail("num_splits", "None or at least 1", num_splits)
     splits = num_splits or config.num_splits
     min_chunk = config.block_n if num_splits else config.min_chunk
-    k_number, k_tensor, k_scale_stride = scale_argument("k_scale", k_scale, num_kv_heads, q.device)
-    v_number, v_tensor, v_scale_stride = scale_argument("v_scale", v_scale, num_kv_heads, q.device)
+    k_number, _, k_scale_stride = scale_argument("k_scale", k_scale, num_kv_heads, q.device)
+    v_number, _, v_scale_stride = scale_argument("v_scale", v_scale, num_kv_heads, q.device)
     qk_scale = (head_dim**-0.5 if scale is None else scale) * k_number
-    part, part_lse = out, lse
-    if splits > 1:
-        part, part_lse = _partials(workspace, (batch, num_heads, splits, head_dim_v), q.device)
-    _decode_kernel[(num_kv_heads * head_blocks, splits, batch)](
-        q,
-        key_cache,
-        value_cache,
-        table.entries,
-        table.rows,
-        table.seq_lens,
-        alibi_slopes,
-        k_tensor,
-        v_tensor,
-        part,
-        part_lse,
-        qk_scale * LOG2E if softcap is None else qk_scale / softcap,
-        v_number,
-        0.0 if softcap is None else softcap * LOG2E,
-        window or 0,
-        min_chunk,
-        k_scale_stride,
-        v_scale_stride,
-        q.stride(0),
-        q.stride(1),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
-        value_cache.stride(0),
-        value_cache.stride(1),
-        value_cache.stride(2),
-        table.entries.stride(0),
-        part.stride(0),
-        part.stride(1),
-        part.stride(2) if splits > 1 else 0,
-        part_lse.stride(0) if part_lse is not None else 0,
-        part_lse.stride(1) if part_lse is not None else 0,
-        GROUP=group,
-        HEAD_BLOCKS=head_blocks,
-        BLOCK_H=block_h,
-        BLOCK_N=config.block_n,
-        D=head_dim,
-        BLOCK_D=next_power_of_two(head_dim),
-        DV=head_dim_v,
-        BLOCK_DV=next_power_of_two(head_dim_v),
-        LOG_ENTRY=log2(table.tokens_per_entry),
-        LOG_PAGE=log2(page_size),
-        HAS_WINDOW=window is not None,
-        HAS_CAP=softcap is not None,
-        SPLIT=splits > 1,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-    if splits > 1:
-        _combine_kernel[(num_heads, batch)](
-            part,
-            part_lse,
-            table.seq_lens,
-            out,
-            lse,
+    lse_strides = (num_heads * splits, splits) if splits > 1 else (num_heads, 1) if return_lse else (0, 0)
+    part_strides = (num_heads * splits * head_dim_v, splits * head_dim_v, head_dim_v)
+    widths = {"DV": head_dim_v, "BLOCK_DV": next_power_of_two(head_dim_v), "BLOCK_N": config.block_n}
+    return _Call(
+        shape=shape,
+        splits=splits,
+        grid=(num_kv_heads * head_blocks, splits, batch),
+        numbers=(
+            qk_scale * LOG2E if softcap is None else qk_scale / softcap,
+            v_number,
+            0.0 if softcap is None else softcap * LOG2E,
             window or 0,
             min_chunk,
-            splits,
-            num_heads,
-            out.stride(0),
-            out.stride(1),
-            DV=head_dim_v,
-            BLOCK_DV=next_power_of_two(head_dim_v),
-            BLOCK_N=config.block_n,
-            BLOCK_S=min(32, next_power_of_two(splits)),
-            HAS_WINDOW=window is not None,
-            num_warps=4,
-        )
-    return (out, lse) if lse is not None else out
+            k_scale_stride,
+            v_scale_stride,
+            *q.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            table.entries.stride(0),
+            *(part_strides if splits > 1 else (*out_strides[:2], 0)),
+            *lse_strides,
+        ),
+        constants={
+            **widths,
+            "GROUP": group,
+            "HEAD_BLOCKS": head_blocks,
+            "BLOCK_H": block_h,
+            "D": head_dim,
+            "BLOCK_D": next_power_of_two(head_dim),
+            "LOG_ENTRY": log2(table.tokens_per_entry),
+            "LOG_PAGE": log2(page_size),
+            "HAS_WINDOW": window is not None,
+            "HAS_CAP": softcap is not None,
+            "SPLIT": splits > 1,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        },
+        combine_grid=(num_heads, batch, 1),
+        combine_numbers=(window or 0, min_chunk, splits, num_heads),
+        combine_constants={
+            **widths,
+            "BLOCK_S": min(32, next_power_of_two(splits)),
+            "HAS_WINDOW": window is not None,
+            "num_warps": 4,
+        },
+    )
 
 
 def _partials(

@@ -15,6 +15,7 @@ only, so a captured CUDA graph stays right when lengths change.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import warnings
@@ -24,7 +25,16 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from kvarena.kernels._launch import LOG2E, ceil_div, is_power_of_two, next_power_of_two, num_sms
+from kvarena.kernels._launch import (
+    LOG2E,
+    Remembered,
+    call_key,
+    ceil_div,
+    is_power_of_two,
+    next_power_of_two,
+    num_sms,
+)
+from kvarena.kernels._launch import launch as launch_once
 from kvarena.kernels.page_table import PageTable
 from torch import Tensor
 
@@ -142,22 +152,18 @@ def plan_extend(
     state = torch.empty(4, dtype=torch.int32, device=query_start_loc.device)
     padded = next_power_of_two(batch + 1)
     block = max(1, min(64, 8192 // padded))
-    _plan_kernel[(ceil_div(most, block), num_kv_heads)](
-        query_start_loc,
-        table.rows,
-        table.seq_lens,
-        tiles,
-        state,
-        batch,
-        num_tokens,
-        GROUP_TOKENS=L2_GROUP_BYTES // (2 * HEAD_DIM * 2),
-        HEADS=num_kv_heads,
-        TT=tokens_per_tile,
-        BATCH=padded,
-        BLOCK=block,
-        RECORD=RECORD,
-        num_warps=4,
-    )
+    constants = {
+        "GROUP_TOKENS": L2_GROUP_BYTES // (2 * HEAD_DIM * 2),
+        "HEADS": num_kv_heads,
+        "TT": tokens_per_tile,
+        "BATCH": padded,
+        "BLOCK": block,
+        "RECORD": RECORD,
+        "num_warps": 4,
+    }
+    args = (query_start_loc, table.rows, table.seq_lens, tiles, state, batch, num_tokens)
+    grid, key = (ceil_div(most, block), num_kv_heads, 1), (num_tokens, num_heads, call_key(*args[:3]))
+    launch_once(_plan_kernel, grid, args, constants, key)
     return ExtendPlan(tiles, state, tokens_per_tile, num_kv_heads)
 
 
@@ -272,24 +278,66 @@ def extend_options(page_size: int) -> dict[str, Any]:
     return {"IS_GATHER": False, "ORDER": order, "PRODUCER_WARPS": 1, "CONSUMER_REGS": 240, "PRODUCER_REGS": 24}
 
 
-def _descriptors(module: Any, q: Tensor, key_cache: Tensor, value_cache: Tensor, group: int, boxes: bool) -> list[Any]:
-    """TMA descriptors of q, K and V (None for K and V when rows are gathered), and the head steps of K and V."""
+@dataclass(frozen=True)
+class _Call:
+    """What calls of one shape share: descriptors without their tensors, grid, numbers, compile-time arguments."""
+
+    q_desc: Any
+    k_desc: Any  # None where rows are gathered
+    v_desc: Any
+    grid: tuple[int, int, int]
+    numbers: tuple[float, ...]
+    constants: dict[str, Any]
+
+
+_calls = Remembered()
+
+
+def _prepare(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, table: PageTable, plan: ExtendPlan, options: dict[str, Any]
+) -> _Call:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    gl = module.gl
-    flat = gl.NVMMASharedLayout(128, 16, rank=2)
-    query = gl.NVMMASharedLayout(128, 16, rank=3)
+    gl = load_module().gl
+    page_size, num_kv_heads = key_cache.shape[1:3]
+    group = q.shape[1] // num_kv_heads
+    chosen = {**extend_options(page_size), **options}
     q_box = [TILE_ROWS // 2 // group, group, HEAD_DIM]
-    q_desc = TensorDescriptor(q, list(q.shape), list(q.stride()), q_box, query)
-    if not boxes:
-        return [q_desc, None, None, 0, 0, 0, 0]
-    box = [min(key_cache.shape[1], 128), HEAD_DIM]
-    k_view, v_view = box_view(key_cache), box_view(value_cache)
-    if k_view is None or v_view is None:
-        raise ValueError(f"key_cache: expected pages of whole rows, found strides {key_cache.stride()}")
-    k_desc = TensorDescriptor(key_cache, k_view[0], k_view[1], box, flat)
-    v_desc = TensorDescriptor(value_cache, v_view[0], v_view[1], box, flat)
-    return [q_desc, k_desc, v_desc, *k_view[2:], *v_view[2:]]
+    q_layout = gl.NVMMASharedLayout(128, 16, rank=3)
+    descriptors = [TensorDescriptor(q, list(q.shape), list(q.stride()), q_box, q_layout), None, None]
+    steps: list[int] = []
+    for i, cache in enumerate(() if chosen["IS_GATHER"] else (key_cache, value_cache)):
+        view = box_view(cache)
+        if view is None:
+            raise ValueError(f"cache: expected pages of whole rows, found strides {cache.stride()}")
+        box = [min(page_size, 128), HEAD_DIM]
+        descriptors[i + 1] = TensorDescriptor(cache, view[0], view[1], box, gl.NVMMASharedLayout(128, 16, rank=2))
+        steps += view[2:]
+    for descriptor in descriptors:
+        if descriptor is not None:
+            descriptor.base = None  # the cache of calls must not keep tensors alive
+    constants = {
+        "GROUP": group,
+        "HEADS": q.shape[1],
+        "PAGE": page_size,
+        "TPE": table.tokens_per_entry,
+        "K_STRIDES": key_cache.stride()[:3],
+        "V_STRIDES": value_cache.stride()[:3],
+        "BOX": min(page_size, 128),
+        **chosen,
+        "num_warps": 4,
+    }
+    numbers = (table.entries.stride(0), *(steps or (0, 0, 0, 0)))
+    return _Call(*descriptors, (min(num_sms(q.device), plan.tiles.shape[0]), 1, 1), numbers, constants)
+
+
+def _on(descriptor: Any, tensor: Tensor) -> Any:
+    """The descriptor over this tensor."""
+    if descriptor is None:
+        return None
+    descriptor = copy.copy(descriptor)
+    descriptor.base = tensor
+    return descriptor
 
 
 def launch(
@@ -304,37 +352,19 @@ def launch(
     **options: Any,
 ) -> None:
     """Run the kernel on checked tensors; `out` [T, HQ, 128] and `lse` [T, HQ] contiguous. `options` for experiments."""
-    module = load_module()
-    page_size, num_kv_heads = key_cache.shape[1:3]
-    group = q.shape[1] // num_kv_heads
-    chosen = {**extend_options(page_size), **options}
-    boxes = not chosen["IS_GATHER"]
-    q_desc, k_desc, v_desc, *steps = _descriptors(module, q, key_cache, value_cache, group, boxes)
-    module.extend_kernel[(min(num_sms(q.device), plan.tiles.shape[0]),)](
-        q_desc,
-        k_desc,
-        v_desc,
-        None if boxes else key_cache,
-        None if boxes else value_cache,
-        out,
-        lse,
-        table.entries,
-        plan.tiles,
-        plan.state,
-        scale * LOG2E,
-        table.entries.stride(0),
-        *steps,
-        GROUP=group,
-        HEADS=q.shape[1],
-        PAGE=page_size,
-        TPE=table.tokens_per_entry,
-        K_STRIDES=key_cache.stride()[:3],
-        V_STRIDES=value_cache.stride()[:3],
-        BOX=min(page_size, 128),
-        LSE=lse is not None,
-        num_warps=4,
-        **chosen,
+    key = (
+        call_key(q, key_cache, value_cache, table.entries, plan.tiles, out, lse),
+        (table.tokens_per_entry, *options.items()),
     )
+    call = _calls.get(key)
+    if call is None:
+        call = _calls[key] = _prepare(q, key_cache, value_cache, table, plan, options)
+    boxes = call.k_desc is not None
+    descriptors = (_on(call.q_desc, q), _on(call.k_desc, key_cache), _on(call.v_desc, value_cache))
+    pointers = (None, None) if boxes else (key_cache, value_cache)
+    args = (*descriptors, *pointers, out, lse, table.entries, plan.tiles, plan.state, scale * LOG2E, *call.numbers)
+    constants = {**call.constants, "LSE": lse is not None}
+    launch_once(load_module().extend_kernel, call.grid, args, constants, key)
 
 
 def extend(

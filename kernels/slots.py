@@ -9,10 +9,14 @@ p // (size * interleave) * interleave + p % interleave.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from kvarena.kernels._launch import (
+    Remembered,
+    call_key,
     ceil_div,
     check_device,
     check_dtype,
@@ -20,6 +24,7 @@ from kvarena.kernels._launch import (
     check_shape,
     check_table,
     fail,
+    launch,
     log2,
 )
 from kvarena.kernels.page_table import PageTable
@@ -119,27 +124,41 @@ def compute_slot_mapping(
 
     Cost: one launch, a few loads a token. Raises ValueError for shapes, dtypes or devices that do not fit.
     """
+    tensors = (table.entries, table.rows, query_start_loc, positions, out)
+    key = (call_key(*tensors), table.seq_lens.shape, (table.tokens_per_entry, cp_size, cp_rank, cp_interleave))
+    call = _calls.get(key)
+    if call is None:
+        options = (cp_size, cp_rank, cp_interleave)
+        call = _calls[key] = _prepare(table, query_start_loc, positions, out, *options)
+    grid, numbers, constants = call
+    if grid[1]:
+        launch(_slots_kernel, grid, (*tensors, *numbers), constants, key)
+    return out
+
+
+_Call = tuple[tuple[int, int, int], tuple[int, ...], dict[str, Any]]  # grid, numbers, compile-time arguments
+_calls = Remembered()
+
+
+def _prepare(
+    table: PageTable,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    cp_size: int,
+    cp_rank: int,
+    cp_interleave: int,
+) -> _Call:
+    """Check the arguments of compute_slot_mapping and choose the launch; no chunks where there are no slots."""
     batch = check_slots(table, query_start_loc, positions, out, cp_size, cp_rank, cp_interleave)
     check_runnable(out.device)
-    if out.shape[0] == 0:
-        return out
     entries = table.entries
-    chunks = min(ceil_div(out.shape[0], BLOCK), MAX_CHUNKS)
-    _slots_kernel[(batch + 1, chunks)](
-        entries,
-        table.rows,
-        query_start_loc,
-        positions,
-        out,
-        entries.shape[1],
-        positions.shape[0],
-        out.shape[0],
-        entries.stride(0),
-        cp_rank,
-        LOG_ENTRY=log2(table.tokens_per_entry),
-        CP_SIZE=cp_size,
-        CP_INTERLEAVE=cp_interleave,
-        BLOCK=BLOCK,
-        num_warps=4,
-    )
-    return out
+    numbers = (entries.shape[1], positions.shape[0], out.shape[0], entries.stride(0), cp_rank)
+    constants = {
+        "LOG_ENTRY": log2(table.tokens_per_entry),
+        "CP_SIZE": cp_size,
+        "CP_INTERLEAVE": cp_interleave,
+        "BLOCK": BLOCK,
+        "num_warps": 4,
+    }
+    return (batch + 1, min(ceil_div(out.shape[0], BLOCK), MAX_CHUNKS), 1), numbers, constants

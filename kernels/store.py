@@ -7,6 +7,8 @@ Quantised caches hold round(x / scale), saturated at the largest finite value of
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,8 @@ from kvarena.kernels._launch import (
     FLOATS,
     LARGEST,
     QUANTISED,
+    Remembered,
+    call_key,
     ceil_div,
     check_cache,
     check_device,
@@ -21,6 +25,7 @@ from kvarena.kernels._launch import (
     check_runnable,
     check_shape,
     fail,
+    launch,
     log2,
     next_power_of_two,
     scale_argument,
@@ -184,52 +189,66 @@ def store_kv(
     A slot named twice keeps one of its tokens, no telling which. Cost: 2 x T rows read and written once.
     Raises ValueError for shapes, dtypes or devices that do not fit.
     """
+    k_tensor = k_scale if isinstance(k_scale, Tensor) else None
+    v_tensor = v_scale if isinstance(v_scale, Tensor) else None
+    factors = (k_scale if k_tensor is None else None, v_scale if v_tensor is None else None)
+    key = (call_key(k, v, key_cache, value_cache, slot_mapping, k_tensor, v_tensor), factors)
+    call = _calls.get(key)
+    if call is None:
+        call = _calls[key] = _prepare(k, v, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    grid, numbers, constants = call
+    if grid[0]:
+        tensors = (k, v, key_cache, value_cache, slot_mapping, k_tensor, v_tensor)
+        launch(_store_kernel, grid, (*tensors, *numbers), constants, key)
+
+
+_Call = tuple[tuple[int, int, int], tuple[float, ...], dict[str, Any]]  # grid, numbers, compile-time arguments
+_calls = Remembered()
+
+
+def _prepare(
+    k: Tensor,
+    v: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float | Tensor | None,
+    v_scale: float | Tensor | None,
+) -> _Call:
+    """Check the arguments of store_kv and choose the launch."""
     check_store(k, v, key_cache, value_cache, slot_mapping)
     check_runnable(k.device)
     page_size, num_kv_heads, head_dim = key_cache.shape[1:]
     head_dim_v = value_cache.shape[3]
-    num_tokens = slot_mapping.shape[0]
-    if num_tokens == 0:
-        return
-    k_number, k_tensor, k_scale_stride = scale_argument("k_scale", k_scale, num_kv_heads, k.device)
-    v_number, v_tensor, v_scale_stride = scale_argument("v_scale", v_scale, num_kv_heads, k.device)
+    k_number, _, k_scale_stride = scale_argument("k_scale", k_scale, num_kv_heads, k.device)
+    v_number, _, v_scale_stride = scale_argument("v_scale", v_scale, num_kv_heads, k.device)
     block_d, block_dv = next_power_of_two(head_dim), next_power_of_two(head_dim_v)
     block_h = min(next_power_of_two(num_kv_heads), max(1, ELEMENTS_PER_PROGRAM // max(block_d, block_dv)))
-    _store_kernel[(num_tokens, ceil_div(num_kv_heads, block_h))](
-        k,
-        v,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        k_tensor,
-        v_tensor,
+    numbers = (
         k_number,
         v_number,
         key_cache.shape[0] * page_size,
         k_scale_stride,
         v_scale_stride,
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
-        value_cache.stride(0),
-        value_cache.stride(1),
-        value_cache.stride(2),
-        HEADS=num_kv_heads,
-        BLOCK_H=block_h,
-        D=head_dim,
-        BLOCK_D=block_d,
-        DV=head_dim_v,
-        BLOCK_DV=block_dv,
-        PAGE_SIZE=page_size,
-        LOG_PAGE=log2(page_size),
-        LARGEST=LARGEST.get(key_cache.dtype, 0.0),
-        TO_INT=key_cache.dtype == torch.int8,
-        num_warps=store_warps(block_h * block_d),
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
     )
+    constants = {
+        "HEADS": num_kv_heads,
+        "BLOCK_H": block_h,
+        "D": head_dim,
+        "BLOCK_D": block_d,
+        "DV": head_dim_v,
+        "BLOCK_DV": block_dv,
+        "PAGE_SIZE": page_size,
+        "LOG_PAGE": log2(page_size),
+        "LARGEST": LARGEST.get(key_cache.dtype, 0.0),
+        "TO_INT": key_cache.dtype == torch.int8,
+        "num_warps": store_warps(block_h * block_d),
+    }
+    return (slot_mapping.shape[0], ceil_div(num_kv_heads, block_h), 1), numbers, constants
 
 
 def store_warps(elements: int) -> int:

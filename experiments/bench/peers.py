@@ -12,10 +12,10 @@ import importlib.util
 import lzma
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from kvarena.kernels.page_table import PageTable
@@ -46,6 +46,20 @@ class Case:
         return counts.cumsum(0, dtype=torch.int32).to(self.q.device)
 
 
+class Peer(Protocol):
+    """A competitor: a name for its rows, and a call made ready for one case."""
+
+    name: str
+
+    def takes(self, new: Sequence[int], lens: Sequence[int], page_size: int) -> bool:
+        """Whether the peer runs on such a case."""
+        ...
+
+    def call(self, case: Case, out: Tensor) -> Callable[[], object]:
+        """A function that runs the case once into `out`."""
+        ...
+
+
 class FlashAttention3:
     """vLLM's FlashAttention-3 binary, paged or contiguous; its scheduler metadata is made beforehand."""
 
@@ -54,6 +68,10 @@ class FlashAttention3:
     def __init__(self) -> None:
         torch.ops.load_library(str(_fa3_library()))
         self._ops: Any = torch.ops._vllm_fa3_C
+
+    def takes(self, new: Sequence[int], lens: Sequence[int], page_size: int) -> bool:
+        """Any batch."""
+        return True
 
     def call(self, case: Case, out: Tensor) -> Callable[[], object]:
         """One paged call, decode or extend."""
@@ -70,18 +88,73 @@ class FlashAttention3:
             0.0, True, metadata, 0, None, 0, None, 1, 0, None,
         )  # fmt: skip
 
-    def contiguous(
-        self, q: Tensor, k: Tensor, v: Tensor, new: tuple[int, ...], lens: tuple[int, ...], out: Tensor
-    ) -> Callable[[], object]:
-        """The same binary without a table: k, v [tokens, HKV, D], requests back to back."""
-        starts = torch.tensor([0, *new], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(q.device)
-        starts_k = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(q.device)
-        causal = max(new) > 1
-        return lambda: self._ops.fwd(
-            q, k, v, None, None, None, out, starts, starts_k, None, None, None, max(new), max(lens),
-            None, None, None, None, None, None, None, None, None, q.shape[2] ** -0.5, causal, -1, -1,
-            0.0, True, None, 0, None, 0, None, 1, 0, None,
+
+class FlashInfer:
+    """FlashInfer's paged decode on tensor cores; plan made beforehand, free to choose splits. Compiles first."""
+
+    name = "flashinfer"
+    _workspace: Tensor | None = None
+
+    def __init__(self) -> None:
+        self._module: Any = importlib.import_module("flashinfer")
+
+    def takes(self, new: Sequence[int], lens: Sequence[int], page_size: int) -> bool:
+        """Decode."""
+        return max(new) == 1
+
+    def call(self, case: Case, out: Tensor) -> Callable[[], object]:
+        """One paged decode call."""
+        if FlashInfer._workspace is None:
+            FlashInfer._workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device=case.q.device)
+        wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(FlashInfer._workspace, "NHD", use_tensor_cores=True)
+        heads, dim = case.q.shape[1:]
+        wrapper.plan(
+            *case.table.to_csr(case.page_size), heads, case.key_cache.shape[2], dim, case.page_size,
+            q_data_type=case.q.dtype, kv_data_type=case.key_cache.dtype,
         )  # fmt: skip
+        return lambda: wrapper.run(case.q, (case.key_cache, case.value_cache), out=out)
+
+
+class ContiguousSdpa:
+    """torch's scaled_dot_product_attention (cuDNN) on KV copied out of the pool: the library kernel without paging."""
+
+    name = "sdpa-contiguous"
+
+    def takes(self, new: Sequence[int], lens: Sequence[int], page_size: int) -> bool:
+        """Decode of equal lengths; at one page size, since it knows none."""
+        return max(new) == 1 and len(set(lens)) == 1 and page_size == 64
+
+    def call(self, case: Case, out: Tensor) -> Callable[[], object]:
+        """One decode call; the copy is made beforehand."""
+        k, v = (self._gather(cache, case) for cache in (case.key_cache, case.value_cache))
+        q, target = case.q[:, :, None], out[:, :, None]
+        backend = torch.nn.attention.SDPBackend.CUDNN_ATTENTION
+
+        def run() -> None:
+            with torch.nn.attention.sdpa_kernel(backend):
+                target.copy_(torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+
+        return run
+
+    def _gather(self, cache: Tensor, case: Case) -> Tensor:
+        """[B, HKV, n, D]."""
+        slots = torch.stack([case.table.slots(b) for b in range(len(case.lens))])
+        return cache[slots // case.page_size, slots % case.page_size].transpose(1, 2).contiguous()
+
+
+PEERS: dict[str, Callable[[], Peer]] = {"fa3": FlashAttention3, "flashinfer": FlashInfer, "sdpa": ContiguousSdpa}
+
+
+def load_peers(names: list[str]) -> tuple[dict[str, Peer], dict[str, str]]:
+    """(those that can run here, the reason for each that cannot)."""
+    found: dict[str, Peer] = {}
+    skipped: dict[str, str] = {}
+    for name in names:
+        try:
+            found[name] = PEERS[name]()
+        except (ImportError, OSError, RuntimeError, AttributeError) as error:
+            skipped[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return found, skipped
 
 
 def _fa3_library() -> Path:

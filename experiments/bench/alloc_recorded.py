@@ -1,0 +1,73 @@
+"""What the real packages took, as recorded once, and what ours is asked to reach.
+
+The recorded figures are medians of process CPU time in alternating runs on two shared cores, 2026-11-29: vLLM
+0.32.0's KVCacheManager, SGLang 0.5.22's unified radix cache with its Rust core. Single absolute figures vary by up
+to 40 % from run to run and with the machine, ratios are steadier; where a package cannot be imported its recorded
+figure stands in, and the table says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SOURCE = "recorded 2026-11-29: vllm 0.32.0, sglang 0.5.22 (Rust core)"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A yardstick of one measurement.
+
+    real        the real package's figure in the row's unit; None: it has no such operation
+    must, aim   what is asked for: a ratio to `real`, or with `absolute` a figure in the row's unit
+    """
+
+    real: float | None = None
+    must: float | None = None
+    aim: float | None = None
+    absolute: bool = False
+
+
+Key = tuple[str, str, str, int]  # study, name, design (block hashed, block runs, token), page size
+
+MARKS: dict[Key, Mark] = {
+    ("replay", "tokens", "block hashed", 16): Mark(2_018, 6, 10),
+    ("replay", "tokens", "block runs", 16): Mark(2_018, 20, 34),
+    ("replay", "page hashes", "block hashed", 16): Mark(None, 18_000, 25_000, absolute=True),
+    ("replay", "page hashes", "block runs", 16): Mark(None, 50_000, 80_000, absolute=True),
+    ("replay", "tokens", "token", 1): Mark(862, 40, 68),
+    ("replay", "tokens", "token", 16): Mark(530, 60, 110),
+    ("op", "look up 4,096 cached tokens", "block hashed", 16): Mark(387, 10, 15),
+    ("op", "look up 4,096 cached tokens", "block runs", 16): Mark(387, 20, 100),
+    ("op", "look up 32,768 cached tokens", "block hashed", 16): Mark(3_054, 10, 15),
+    ("op", "look up 32,768 cached tokens", "block runs", 16): Mark(3_054, 20, 100),
+    ("op", "free a request of 100 pages", "block hashed", 16): Mark(20.7, 1, None),
+    ("op", "free a request of 100 pages", "block runs", 16): Mark(20.7, 8, 15),
+    ("op", "decode step of 256", "block hashed", 16): Mark(2_719, 15, 30),
+    ("op", "decode step of 256", "block runs", 16): Mark(2_719, 15, 30),
+    ("op", "decode step of 256", "token", 1): Mark(225, 8, 15),
+    ("op", "decode step of 256", "token", 16): Mark(286, 8, 15),
+    ("op", "take 1 page", "token", 1): Mark(9.4),
+    ("op", "take 1 page", "token", 16): Mark(36),
+    ("op", "match 4,096 over 32 nodes", "token", 1): Mark(32, 1, 1.3),
+    ("op", "match 4,096 over 32 nodes", "token", 16): Mark(65, 1, 1.3),
+    ("op", "match 32,768 over 256 nodes", "token", 1): Mark(156, 0.7, 1),
+    ("op", "match 32,768 over 256 nodes", "token", 16): Mark(338, 0.7, 1),
+    ("op", "insert 4,096 new tokens", "token", 1): Mark(499, 20, 50),
+    ("op", "insert 4,096 new tokens", "token", 16): Mark(853, 20, 50),
+    ("op", "admit 4,096 uncached tokens", "token", 1): Mark(1_468, 20, 50),
+    ("op", "admit 4,096 uncached tokens", "token", 16): Mark(2_789, 20, 50),
+    ("op", "finish 4,096 + 256 tokens", "token", 1): Mark(775),
+    ("op", "finish 4,096 + 256 tokens", "token", 16): Mark(840),
+    ("op", "evict 4,096 tokens of 1,000 leaves", "token", 1): Mark(1_808, 8, 15),
+    ("op", "evict 4,096 tokens of 20,000 leaves", "token", 1): Mark(2_713, 6, 10),
+    ("op", "evict one leaf of 20,000", "token", 1): Mark(363),
+    ("op", "evict one leaf of 20,000", "token", 16): Mark(556),
+    ("memory", "bytes a cached token", "block runs", 16): Mark(286 / 16, 14, 5, absolute=True),
+    ("memory", "bytes a cached token", "block hashed", 16): Mark(286 / 16, 14, 5, absolute=True),
+    ("memory", "bytes a cached token", "token", 1): Mark(34, 16, 12, absolute=True),
+    ("memory", "bytes a cached token", "token", 16): Mark(30, 8, 4, absolute=True),
+    ("memory", "bytes a radix node", "token", 1): Mark(None, 600, None, absolute=True),
+    ("memory", "seconds to build 1,000,000 pages", "block hashed", 16): Mark(None, 1, None, absolute=True),
+    ("memory", "seconds to build 1,000,000 pages", "block runs", 16): Mark(None, 1, None, absolute=True),
+    ("memory", "seconds to build 1,000,000 pages", "token", 1): Mark(None, 1, None, absolute=True),
+}

@@ -1,0 +1,227 @@
+"""What `kvarena bench allocators` measures beside single operations: replay, latencies, growth, memory, counts."""
+
+from __future__ import annotations
+
+import gc
+import time
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from kvarena.allocators.config import make_allocator
+from kvarena.allocators.interface import KVAllocator, Release, Sequence
+from kvarena.allocators.token import TokenAllocator
+from kvarena.experiments.bench.alloc_load import POOL_TOKENS, Prompt, page_names
+from kvarena.experiments.bench.alloc_ops import Sample, allocator, cycle, prefill, prompts, tree_evict, tree_of_leaves
+
+VERBS = ("pin", "reserve", "commit", "release")
+DIGEST_BYTES = 16  # what a page's hash is chained to
+ID_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A design as the tables name it, and how to build it."""
+
+    design: str
+    page_size: int
+    spec: dict[str, Any]
+
+
+CONTENDERS = [
+    Contender("block hashed", 16, {"kind": "block", "page_size": 16, "form": "hashed"}),
+    Contender("block runs", 16, {"kind": "block", "page_size": 16, "form": "runs"}),
+    Contender("token", 1, {"kind": "token", "page_size": 1}),
+    Contender("token", 16, {"kind": "token", "page_size": 16}),
+]
+
+
+def sequences(load: list[Prompt], page_size: int, *, hashes: bool) -> list[Sequence]:
+    """One sequence a prompt: its tokens, or the names of its pages."""
+    if not hashes:
+        return [Sequence(f"r{number}", prompt) for number, prompt in enumerate(load)]
+    return [
+        Sequence(f"r{number}", page_hashes=names, num_tokens=len(prompt))
+        for number, (prompt, names) in enumerate(zip(load, page_names(load, page_size), strict=True))
+    ]
+
+
+def serve(owner: KVAllocator, seq: Sequence) -> int:
+    """One request through all four verbs; returns its hit in tokens."""
+    pin = owner.pin(seq)
+    if pin is None:
+        raise ValueError(f"the benchmark's pool is too small for {seq!r}")
+    owner.reserve([(seq, seq.num_tokens - pin.hit_tokens)])
+    owner.commit([(seq, seq.num_tokens)])
+    owner.release([seq], Release.FINISH)
+    return pin.hit_tokens
+
+
+def replay_rate(contender: Contender, seqs: list[Sequence]) -> float:
+    """Requests a second of CPU time, sequences made beforehand, events off."""
+    owner = allocator(contender.spec, POOL_TOKENS)
+    for seq in seqs:
+        seq.memo = None  # page keys remembered from another run
+    gc.collect()
+    start = time.process_time()
+    for seq in seqs:
+        serve(owner, seq)
+    return len(seqs) / (time.process_time() - start)
+
+
+def gate(load: list[Prompt]) -> None:
+    """Nothing is timed before the forms agree: block's two decide alike, checks hold. Raises AllocatorError."""
+    hits: dict[str, list[int]] = {}
+    for contender in CONTENDERS:
+        owner = allocator(contender.spec, POOL_TOKENS // 16)
+        found = [serve(owner, seq) for seq in sequences(load, contender.page_size, hashes=False)]
+        owner.check()
+        hits[f"{contender.design} {contender.page_size}"] = found
+    if hits["block hashed 16"] != hits["block runs 16"]:
+        raise ValueError("block: the two forms found different hits; times would compare different work")
+
+
+def latencies(contender: Contender, seqs: list[Sequence]) -> dict[str, list[int]]:
+    """Nanoseconds of wall time of every call of a replay, by verb: tails are what stalls a step."""
+    owner = allocator(contender.spec, POOL_TOKENS)
+    found: dict[str, list[int]] = {verb: [] for verb in VERBS}
+    clock = time.perf_counter_ns
+    for seq in seqs:
+        seq.memo = None
+        times = [clock()]
+        pin = owner.pin(seq)
+        times.append(clock())
+        owner.reserve([(seq, seq.num_tokens - (pin.hit_tokens if pin else 0))])
+        times.append(clock())
+        owner.commit([(seq, seq.num_tokens)])
+        times.append(clock())
+        owner.release([seq], Release.FINISH)
+        times.append(clock())
+        for verb, taken in zip(VERBS, np.diff(times), strict=True):
+            found[verb].append(int(taken))
+    return found
+
+
+@dataclass
+class Counts:
+    """Work that follows from the decisions and not from how they are carried out; sums over a replay.
+
+    bytes_hashed   each whole page of a prompt once: its tokens and the hash it is chained to (block)
+    pages_touched  pages held by a hit, taken, published, evicted or let go
+    nodes_visited  nodes on the path of each match, insert and release (token)
+    bytes_copied   4 for each page id that moves: free list to row, row to index, index to free list
+    """
+
+    bytes_hashed: int = 0
+    pages_touched: int = 0
+    nodes_visited: int = 0
+    bytes_copied: int = 0
+
+
+def counts(contender: Contender, seqs: list[Sequence]) -> dict[str, int]:
+    """Operation counts of a replay."""
+    owner, total = allocator(contender.spec, POOL_TOKENS), Counts()
+    size = contender.page_size
+    for seq in seqs:
+        pin = owner.pin(seq)
+        if pin is None:
+            raise ValueError(f"the benchmark's pool is too small for {seq!r}")
+        total.nodes_visited += _depth(owner, seq)
+        (taken,) = owner.reserve([(seq, seq.num_tokens - pin.hit_tokens)]) or ()
+        (done,) = owner.commit([(seq, seq.num_tokens)])
+        total.nodes_visited += 2 * _depth(owner, seq)  # at the commit and at the release
+        released = owner.release([seq], Release.FINISH)
+        whole = seq.num_tokens // size
+        evicted, published = len(taken.evicted), whole - len(pin.page_ids)
+        total.pages_touched += len(pin.page_ids) + len(taken.page_ids) + published + evicted
+        total.pages_touched += len(released.cached) + len(released.freed)
+        total.bytes_copied += ID_BYTES * (len(taken.page_ids) + published + evicted + len(released.freed))
+        total.bytes_copied += ID_BYTES * len(done.duplicates)
+        if contender.spec["kind"] == "block":
+            total.bytes_hashed += whole * (ID_BYTES * size + DIGEST_BYTES)
+    return asdict(total)
+
+
+def _depth(owner: KVAllocator, seq: Sequence) -> int:
+    if not isinstance(owner, TokenAllocator):
+        return 0
+    node, depth = owner._rows[seq.request_id].node, 0
+    while node.parent is not None:
+        node, depth = node.parent, depth + 1
+    return depth
+
+
+def growth(largest: int) -> Iterator[tuple[str, str, int, int, Sample]]:
+    """(what, design, page size, pages or nodes, sampler), sizes rising by tens from 10^4 pages or 10^3 nodes."""
+    for contender in CONTENDERS:
+        pages = 10_000
+        while pages <= largest:
+            name = "request of 64 pages, pool full"
+            yield name, contender.design, contender.page_size, pages, cycle(contender.spec, pages)
+            pages *= 10
+    for name, make in (("evict the oldest of all leaves", tree_evict), ("match, touch and hold a leaf", _tree_hold)):
+        nodes = 1000
+        while nodes <= largest:
+            sampler = make(1, nodes, 1) if make is tree_evict else make(nodes)  # type: ignore[call-arg, arg-type]
+            yield name, "token", 1, nodes, sampler
+            nodes *= 10
+
+
+def _tree_hold(num_leaves: int) -> Sample:
+    """Match a leaf, lock it, unlock it, in trees of any size."""
+    tree = tree_of_leaves(num_leaves, 1, 1)()
+    width = 4
+    keys = [node.edge for node in tree.nodes()][:: max(num_leaves // 1000, 1)]
+    at = 0
+
+    def sample() -> float:
+        nonlocal at
+        batch = keys[at : at + 100] or keys[:100]
+        at = at + 100 if at + 100 < len(keys) else 0
+        start = time.process_time_ns()
+        for key in batch:
+            node, _ = tree.match(key, width)
+            tree.lock(node)
+            tree.unlock(node)
+        return (time.process_time_ns() - start) / len(batch)
+
+    return sample
+
+
+def memory(contender: Contender, num_pages: int = 65_536) -> float:
+    """Bytes a cached token: a pool filled with leaves of 1,024 tokens, all memory of the allocator counted."""
+    size = contender.page_size
+    fresh = prompts(1024)
+    rounds = num_pages * size // 1024
+    gc.collect()
+    tracemalloc.start()
+    owner = make_allocator(contender.spec, num_pages=num_pages)
+    for _ in range(rounds):
+        seq = fresh()
+        prefill(owner, seq)
+        owner.release([seq], Release.FINISH)
+        del seq
+    gc.collect()
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    capacity = owner.capacity()
+    return used / ((capacity.num_pages - capacity.free) * size)
+
+
+def node_bytes(num_leaves: int = 20_000) -> float:
+    """Bytes of a radix node with its edge of one page, its place under its parent and its queue entry."""
+    gc.collect()
+    tracemalloc.start()
+    tree = tree_of_leaves(num_leaves, 1, 1)()
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return used / sum(1 for _ in tree.nodes())
+
+
+def build_seconds(contender: Contender, num_pages: int = 1_000_000) -> float:
+    """CPU seconds to make an allocator of a million pages."""
+    start = time.process_time()
+    make_allocator(contender.spec, num_pages=num_pages)
+    return time.process_time() - start

@@ -1,0 +1,241 @@
+"""Decode and extend cells: the grids, and what is varied one at a time around them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from kvarena.experiments.bench.gate import check_rows, oracle, sample_positions
+from kvarena.experiments.bench.peers import Case, Peer
+from kvarena.experiments.bench.runner import Cell, Competition
+from kvarena.experiments.bench.shapes import DECODE_POINTS, EXTEND_SHAPES, POOL_SLOTS, make_starts, make_table
+from kvarena.kernels import extend_gluon
+from kvarena.kernels.decode import paged_decode
+from kvarena.kernels.extend import paged_extend
+from kvarena.kernels.page_table import PageTable
+from torch import Tensor
+
+HEADS = (32, 8)
+PAGES = (1, 16, 64)
+L2_SAFE_BYTES = 400e6  # below this much KV a call, placements rotate, so that L2 never holds what comes next
+POOL_NUMBERS = POOL_SLOTS * 8 * 128
+QUANTISED = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+@functools.cache
+def _storage(which: int, dtype: torch.dtype) -> Tensor:
+    """One flat pool, made once a process: random normal numbers (int8: scaled to fill its range)."""
+    generator = torch.Generator("cuda").manual_seed(which)
+    flat = torch.randn(POOL_NUMBERS, device="cuda", generator=generator, dtype=torch.bfloat16)
+    if dtype == torch.int8:
+        return (flat * 32).clamp(-127, 127).to(dtype)
+    return flat.to(dtype)
+
+
+def pool_views(
+    page_size: int, layout: str = "split", heads: int = 8, dim: int = 128, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor]:
+    """K and V [P, S, HKV, D] over the same bytes, in one of the layouts of KVPool."""
+    flats = [_storage(which, dtype) for which in range(2)]
+    pages = POOL_SLOTS * 1024 // (heads * dim * page_size)
+    if layout == "split":
+        k, v = (flat[: pages * page_size * heads * dim].view(pages, page_size, heads, dim) for flat in flats)
+    elif layout == "hnd":
+        k, v = (flat[: pages * page_size * heads * dim].view(pages, heads, page_size, dim) for flat in flats)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    elif layout == "fused":
+        both = flats[0][: pages // 2 * page_size * heads * 2 * dim].view(pages // 2, page_size, heads, 2 * dim)
+        k, v = both[..., :dim], both[..., dim:]
+    else:
+        both = flats[0][: pages // 2 * page_size * heads * 2 * dim].view(pages // 2, 2, page_size, heads, dim)
+        k, v = both[:, 0], both[:, 1]
+    return k, v
+
+
+def _gate(
+    caches: tuple[Tensor, Tensor],
+    q: Tensor,
+    table: PageTable,
+    new: Sequence[int],
+    lens: Sequence[int],
+    runs: dict[str, Callable[[], object]],
+    outs: dict[str, Tensor],
+    scale: float = 1.0,
+) -> None:
+    """Run each competitor once into NaN, then compare first, middle and last request with the float64 oracle."""
+    for name, run in runs.items():
+        outs[name].fill_(float("nan"))
+        run()
+        if not torch.isfinite(outs[name]).all():
+            raise ValueError(f"{name}: expected finite outputs everywhere, found NaN or Inf")
+    starts = make_starts(tuple(new)).tolist()
+    for b in sorted({0, len(lens) // 2, len(lens) - 1}):
+        index, positions = sample_positions(new[b], lens[b], 12, q.device)
+        k, v = (cache if scale == 1.0 else _Dequantised(cache, scale) for cache in caches)
+        wanted = oracle(q[starts[b] + index], k, v, table, b, positions)
+        for name, out in outs.items():
+            check_rows(f"{name}, request {b}", out[starts[b] + index], wanted)
+
+
+class _Dequantised:
+    """A quantised cache that gives numbers when it is indexed."""
+
+    def __init__(self, cache: Tensor, scale: float) -> None:
+        self._cache, self._scale = cache, scale
+        self.shape = cache.shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._cache[index].float() * self._scale
+
+
+def _tables(
+    lens: Sequence[int], kv_bytes: float, page: int, placement: str, kind: str, slots: int, rotate: bool
+) -> list[PageTable]:
+    count = max(1, min(16, int(L2_SAFE_BYTES / kv_bytes) + 1)) if rotate else 1
+    return [
+        make_table(tuple(lens), page, placement, seed, kind=kind, pool_slots=min(slots, POOL_SLOTS))
+        for seed in range(count)
+    ]
+
+
+def decode_competition(
+    lens: Sequence[int],
+    page: int,
+    *,
+    heads: tuple[int, int] = HEADS,
+    dim: int = 128,
+    layout: str = "split",
+    placement: str = "shuffled",
+    kinds: Sequence[str] = ("block_table", "req_to_token"),
+    dtype: str = "bf16",
+    peers: Sequence[Peer] = (),
+    dry: bool = False,
+) -> Competition:
+    """Ours by each kind of table, and the peers by the block table, on the same bytes."""
+    k, v = pool_views(page, layout, heads[1], dim, QUANTISED.get(dtype, torch.bfloat16))
+    scale = {"bf16": 1.0, "e4m3": 0.5, "int8": 1 / 32}[dtype]
+    scales = {} if dtype == "bf16" else {"k_scale": scale, "v_scale": scale}
+    num_bytes = 2.0 * heads[1] * dim * sum(lens) * k.element_size()
+    q = torch.randn(len(lens), heads[0], dim, device="cuda", dtype=torch.bfloat16)
+    slots = k.shape[0] * page
+    ones = (1,) * len(lens)
+    peers = [] if dry else [peer for peer in peers if peer.takes(ones, lens, page)]
+    tables = {kind: _tables(lens, num_bytes, page, placement, kind, slots, not dry) for kind in kinds}
+    names = [f"kvarena-{kind}" for kind in kinds] + [peer.name for peer in peers]
+    outs = {name: torch.empty_like(q) for name in names}
+    calls: dict[str, list[Callable[[], object]]] = {}
+    for kind in kinds:
+        out = outs[f"kvarena-{kind}"]
+        calls[f"kvarena-{kind}"] = [
+            lambda t=table, o=out: paged_decode(q, k, v, t, out=o, **scales) for table in tables[kind]
+        ]
+    for peer in peers:
+        shared = tables.get("block_table") or _tables(lens, num_bytes, page, placement, "block_table", slots, True)
+        calls[peer.name] = [peer.call(Case(q, k, v, t, ones, tuple(lens)), outs[peer.name]) for t in shared]
+    first = tables[kinds[0]][0]
+
+    def gate() -> None:
+        _gate((k, v), q, first, ones, lens, {n: c[0] for n, c in calls.items()}, outs, scale)
+
+    return Competition(calls, gate, {"bytes": num_bytes}, max(10.0, num_bytes / 4.2e6))
+
+
+def extend_competition(
+    shape_name: str,
+    page: int,
+    *,
+    heads: tuple[int, int] = HEADS,
+    kinds: Sequence[str] = ("block_table",),
+    backends: Sequence[str] = ("gluon", "triton"),
+    placement: str = "shuffled",
+    peers: Sequence[Peer] = (),
+    dry: bool = False,
+) -> Competition:
+    """Gluon with its work list made beforehand, as peers' metadata is; plain Triton beside it."""
+    shape = EXTEND_SHAPES[shape_name]
+    k, v = pool_views(page, heads=heads[1])
+    q = torch.randn(sum(shape.new), heads[0], 128, device="cuda", dtype=torch.bfloat16)
+    starts = make_starts(shape.new)
+    slots = k.shape[0] * page
+    outs: dict[str, Tensor] = {}
+    calls: dict[str, list[Callable[[], object]]] = {}
+    for kind in kinds:
+        table = make_table(shape.lens, page, placement, 5, kind=kind, pool_slots=min(slots, POOL_SLOTS))
+        plan = extend_gluon.plan_extend(table, starts, q.shape[0], *heads)
+        for backend in backends:
+            name = f"kvarena-{backend}" if kind == "block_table" else f"kvarena-{backend}-{kind}"
+            outs[name] = torch.empty_like(q)
+            calls[name] = [
+                lambda t=table, b=backend, o=outs[name], w=plan: paged_extend(
+                    q, k, v, t, starts, out=o, backend=b, plan=w
+                )
+            ]
+    table = make_table(shape.lens, page, placement, 5, pool_slots=min(slots, POOL_SLOTS))
+    for peer in [] if dry else peers:
+        outs[peer.name] = torch.empty_like(q)
+        calls[peer.name] = [peer.call(Case(q, k, v, table, shape.new, shape.lens), outs[peer.name])]
+    flops = shape.flops(heads[0])
+
+    def gate() -> None:
+        _gate((k, v), q, table, shape.new, shape.lens, {n: c[0] for n, c in calls.items()}, outs)
+
+    return Competition(calls, gate, {"flops": flops}, flops / 5e8, pause_s=0.05)
+
+
+def decode_cells(peers: Sequence[Peer], dry: bool) -> Iterator[Cell]:
+    """The ten points at each page size and table kind; then placements, layouts, heads, head dims, quantised KV."""
+
+    def cell(point: str, page: int, labels: dict[str, Any] | None = None, **options: Any) -> Cell:
+        lens = DECODE_POINTS[point]
+        shown = {"op": "decode", "point": point, "page": page, "layout": "split", "placement": "shuffled"}
+        shown |= {"heads": "32/8", "dim": 128, "dtype": "bf16", "study": "grid"} | (labels or {})
+        return Cell(shown, lambda: decode_competition(lens, page, dry=dry, **options))
+
+    for page in PAGES:
+        for point in DECODE_POINTS:
+            yield cell(point, page, peers=peers)
+    one = ("block_table",)
+    for point in ("32x4k", "128x1k", "64x16k", "256x4k"):
+        for placement in ("in_order", "groups16", "groups64", "window64", "window1024"):
+            yield cell(point, 1, {"placement": placement, "study": "placement"}, placement=placement, kinds=one)
+        for placement in ("in_order", "window1024"):
+            yield cell(point, 16, {"placement": placement, "study": "placement"}, placement=placement, kinds=one)
+    for layout, page in (("hnd", 16), ("hnd", 64), ("fused", 1), ("fused", 16), ("page_major", 16)):
+        for point in ("32x4k", "128x1k", "256x1k"):
+            yield cell(point, page, {"layout": layout, "study": "layout"}, layout=layout, kinds=one)
+    for heads in ((64, 8), (32, 32), (16, 1)):
+        for point in ("32x4k", "256x1k"):
+            for page in (1, 16):
+                label = {"heads": f"{heads[0]}/{heads[1]}", "study": "heads"}
+                use = peers if page == 16 else ()
+                yield cell(point, page, label, heads=heads, kinds=one, peers=use)
+    for dim in (64, 96, 192, 256):
+        for point in ("32x4k", "256x1k"):
+            yield cell(point, 16, {"dim": dim, "study": "head_dim"}, dim=dim, kinds=one)
+    for dtype in QUANTISED:
+        for point in ("64x16k", "256x4k"):
+            for page in (1, 16):
+                yield cell(point, page, {"dtype": dtype, "study": "quantised"}, dtype=dtype, kinds=one)
+
+
+def extend_cells(peers: Sequence[Peer], dry: bool) -> Iterator[Cell]:
+    """Seven shapes and a mixed batch at four page sizes; other head counts; placements; tables."""
+
+    def cell(shape: str, page: int, labels: dict[str, Any] | None = None, **options: Any) -> Cell:
+        shown = {"op": "extend", "point": shape, "page": page, "placement": "shuffled", "heads": "32/8"}
+        shown |= {"study": "grid"} | (labels or {})
+        return Cell(shown, lambda: extend_competition(shape, page, dry=dry, **options))
+
+    for page in (1, 16, 64, 128):
+        for shape in EXTEND_SHAPES:
+            yield cell(shape, page, peers=peers)
+    for shape in ("8192/0x1", "512/4096x8"):
+        for page in (1, 16):
+            label = {"study": "table", "placement": "in_order"}
+            kinds = ("block_table", "req_to_token")
+            yield cell(shape, page, label, placement="in_order", backends=("gluon",), kinds=kinds)
+        for heads in ((64, 8), (32, 32), (16, 1)):
+            label = {"study": "heads", "heads": f"{heads[0]}/{heads[1]}"}
+            yield cell(shape, 16, label, heads=heads, backends=("gluon",), peers=peers)

@@ -1,0 +1,200 @@
+"""Results of the kernel benchmark as tables for people: the grids, and each target beside its measured value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def rows_of(whole: Mapping[str, Any], **labels: Any) -> list[Row]:
+    """Rows of all parts that carry these labels and no error."""
+    rows = [row for part in whole["parts"].values() for row in part["rows"] if "error" not in row]
+    return [row for row in rows if all(row.get(key) == value for key, value in labels.items())]
+
+
+def read_ceiling(whole: Mapping[str, Any]) -> float:
+    """Best read-only rate, GB/s; NaN when no ceiling was measured."""
+    return max((row["gbps"] for row in rows_of(whole, op="ceiling", what="read")), default=math.nan)
+
+
+def grid(
+    rows: Iterable[Row], line: Callable[[Row], str], column: Callable[[Row], str], cell: Callable[[Row], str]
+) -> str:
+    """A text table: lines and columns in the order in which they first appear."""
+    table: dict[str, dict[str, str]] = {}
+    columns: dict[str, None] = {}
+    for row in rows:
+        columns.setdefault(column(row))
+        table.setdefault(line(row), {})[column(row)] = cell(row)
+    width = max((len(name) for name in table), default=0)
+    widths = [max(len(name), *(len(cells.get(name, "-")) for cells in table.values())) for name in columns]
+    head = " " * width + "  " + "  ".join(name.rjust(w) for name, w in zip(columns, widths, strict=True))
+    body = [
+        name.ljust(width) + "  " + "  ".join(cells.get(c, "-").rjust(w) for c, w in zip(columns, widths, strict=True))
+        for name, cells in table.items()
+    ]
+    return "\n".join([head, *body])
+
+
+def print_tables(whole: Mapping[str, Any], file: Any) -> None:
+    """Everything that was measured, part by part."""
+    read = read_ceiling(whole)
+    print(f"read ceiling {read:.0f} GB/s", file=file)
+    decode = rows_of(whole, op="decode", study="grid")
+    if decode:
+        print("\ndecode 32/8 bf16, shuffled: us / share of the read ceiling", file=file)
+        text = grid(decode, _line, lambda r: r["point"], lambda r: f"{r['us']:.1f}/{r['gbps'] / read:.3f}")
+        print(text, file=file)
+    extend = rows_of(whole, op="extend", study="grid")
+    if extend:
+        print("\nextend 32/8 bf16, shuffled: TFLOP/s", file=file)
+        print(grid(extend, _line, lambda r: r["point"], lambda r: f"{r['tflops']:.0f}"), file=file)
+    for row in [r for r in rows_of(whole) if r.get("op") in ("store", "copy_pages", "swap", "slot_mapping", "host")]:
+        print(" ".join(f"{key}={value}" for key, value in row.items() if key not in ("spread",)), file=file)
+    print("\ntargets", file=file)
+    for target in targets(whole):
+        print(f"{'met ' if target.met else 'MISS'}  {target.name:58}  {target.wanted:>12}  {target.found}", file=file)
+
+
+def _line(row: Row) -> str:
+    return f"{row['kernel']} page {row['page']}"
+
+
+class Target:
+    """One target of the project: what was wanted, what was found."""
+
+    def __init__(self, name: str, wanted: str, found: str, met: bool) -> None:
+        self.name, self.wanted, self.found, self.met = name, wanted, found, met
+
+
+# Share of the read ceiling that decode must reach, by point: (pages 16 and 64, page 1).
+MUST = {
+    "64x16k": (0.96, 0.95),
+    "256x4k": (0.96, 0.95),
+    "32x4k": (0.90, 0.87),
+    "64x2k": (0.90, 0.87),
+    "128x1k": (0.90, 0.87),
+    "256x1k": (0.90, 0.87),
+    "1x128k": (0.87, 0.87),
+    "mix128": (0.87, 0.87),
+    "8x8k": (0.82, 0.81),
+}
+TIES = {"1x8k": 1.03, "1x128k": 1.03}
+# Extend against FlashAttention-3: (least on a shape, geometric mean, TFLOP/s on 8192/0) by page size.
+EXTEND = {1: (0.95, 1.0, 600), 16: (0.97, 1.03, 640), 64: (1.0, 1.05, 650), 128: (0.97, 1.0, 670)}
+
+
+def targets(whole: Mapping[str, Any]) -> list[Target]:
+    """All targets that the measured parts can answer."""
+    return [*_decode_targets(whole), *_extend_targets(whole), *_memory_targets(whole)]
+
+
+def _by_kernel(rows: Sequence[Row]) -> dict[str, Row]:
+    return {row["kernel"]: row for row in rows}
+
+
+def _decode_targets(whole: Mapping[str, Any]) -> list[Target]:
+    read, found = read_ceiling(whole), []
+    grid_rows = rows_of(whole, op="decode", study="grid")
+    for page in sorted({row["page"] for row in grid_rows}):
+        for point in dict.fromkeys(row["point"] for row in grid_rows):
+            kernels = _by_kernel([r for r in grid_rows if r["page"] == page and r["point"] == point])
+            ours = kernels.get("kvarena-block_table")
+            if ours is None:
+                continue
+            peers = [row["us"] for name, row in kernels.items() if name in ("fa3", "flashinfer")]
+            if peers:
+                ratio = ours["us"] / min(peers)
+                limit = TIES.get(point, 1.005)
+                name = f"decode {point} page {page}: time over the faster of FA3 and FlashInfer"
+                found.append(Target(name, f"<= {limit}", f"{ratio:.3f}", ratio <= limit))
+            if point in MUST:
+                must, share = MUST[point][0 if page > 1 else 1], ours["gbps"] / read
+                name = f"decode {point} page {page}: share of the read ceiling"
+                found.append(Target(name, f">= {must}", f"{share:.3f}", share >= must))
+            other = kernels.get("kvarena-req_to_token")
+            if other:
+                ratio = other["us"] / ours["us"]
+                name = f"decode {point} page {page}: req_to_token over block_table"
+                found.append(Target(name, "<= 1.01", f"{ratio:.3f}", ratio <= 1.01))
+    return found + _page_one_targets(grid_rows) + _quantised_targets(whole)
+
+
+def _page_one_targets(grid_rows: Sequence[Row]) -> list[Target]:
+    """Page 1 against page 16, shuffled, by the same kernel."""
+    found = []
+    times = {(r["page"], r["point"]): r["us"] for r in grid_rows if r["kernel"] == "kvarena-block_table"}
+    for point in dict.fromkeys(row["point"] for row in grid_rows):
+        if (1, point) in times and (16, point) in times:
+            ratio = times[1, point] / times[16, point]
+            limit = {"128x1k": 1.05, "1x8k": 1.08}.get(point, 1.03)
+            found.append(Target(f"decode {point}: page 1 over page 16", f"<= {limit}", f"{ratio:.3f}", ratio <= limit))
+    return found
+
+
+def _quantised_targets(whole: Mapping[str, Any]) -> list[Target]:
+    found = []
+    plain = {
+        (r["page"], r["point"]): r["us"]
+        for r in rows_of(whole, op="decode", study="grid", kernel="kvarena-block_table")
+    }
+    for row in rows_of(whole, op="decode", study="quantised"):
+        if (row["page"], row["point"]) in plain:
+            ratio = plain[row["page"], row["point"]] / row["us"]
+            name = f"decode {row['dtype']} {row['point']} page {row['page']}: speed over bf16"
+            found.append(Target(name, ">= 1.5", f"{ratio:.2f}", ratio >= 1.5))
+    return found
+
+
+def _extend_targets(whole: Mapping[str, Any]) -> list[Target]:
+    found = []
+    rows = rows_of(whole, op="extend", study="grid")
+    for page, (least, mean, absolute) in EXTEND.items():
+        at = {(r["kernel"], r["point"]): r["tflops"] for r in rows if r["page"] == page}
+        points = [p for p in dict.fromkeys(r["point"] for r in rows) if p != "mix16"]
+        ratios = {
+            p: at["kvarena-gluon", p] / at["fa3", p] for p in points if ("kvarena-gluon", p) in at and ("fa3", p) in at
+        }
+        for point, ratio in ratios.items():
+            want = 0.97 if page == 64 and point == "16/8192x32" else least
+            name = f"extend {point} page {page}: speed over FA3"
+            found.append(Target(name, f">= {want}", f"{ratio:.3f}", ratio >= want))
+        if ratios:
+            geo = math.exp(sum(math.log(ratio) for ratio in ratios.values()) / len(ratios))
+            found.append(
+                Target(f"extend page {page}: geometric mean over FA3", f">= {mean}", f"{geo:.3f}", geo >= mean)
+            )
+        for kernel, want in (("kvarena-gluon", absolute), ("kvarena-triton", 500 if page >= 64 else 375)):
+            if (kernel, "8192/0x1") in at:
+                value = at[kernel, "8192/0x1"]
+                name = f"extend 8192/0x1 page {page}, {kernel}: TFLOP/s"
+                found.append(Target(name, f">= {want}", f"{value:.0f}", value >= want))
+    return found
+
+
+def _memory_targets(whole: Mapping[str, Any]) -> list[Target]:
+    found = []
+    for row in rows_of(whole, op="store", placement="shuffled"):
+        want = {256: 870, 8192: 3450, 65_536: 3900}[row["tokens"]]
+        found.append(_at_least(f"store_kv {row['tokens']} tokens scattered: GB/s", want, row["gbps"]))
+    for row in rows_of(whole, op="copy_pages"):
+        found.append(_at_least(f"copy_pages {row['pages']} pages, {row['layers']} layers: GB/s", 3300, row["gbps"]))
+    for row in rows_of(whole, op="swap", kernel="kvarena"):
+        found.append(_at_least(f"swap {row['way']} page {row['page']}: GB/s", 50, row["gbps"]))
+    for row in rows_of(whole, op="slot_mapping"):
+        found.append(_at_most(f"slot mapping {row['point']} {row['table']}: us", 5, row["us"]))
+    for row in rows_of(whole, op="host"):
+        limit = {"decode_split": 70, "adapter": 60}.get(row["what"], 30)
+        found.append(_at_most(f"host time of {row['what']}: us", limit, row["us"]))
+    return found
+
+
+def _at_least(name: str, want: float, value: float) -> Target:
+    return Target(name, f">= {want}", f"{value:.1f}", value >= want)
+
+
+def _at_most(name: str, want: float, value: float) -> Target:
+    return Target(name, f"<= {want}", f"{value:.1f}", value <= want)
