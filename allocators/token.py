@@ -41,7 +41,7 @@ from kvarena.allocators.interface import (
 from kvarena.allocators.token_batch import TokenDecodeBatch
 from kvarena.allocators.token_check import describe, verify
 from kvarena.allocators.token_keys import TokenKeys
-from kvarena.allocators.token_row import Plan, Row, demand, merge_bound, shared_pages
+from kvarena.allocators.token_row import Plan, Row, demand, join, merge_bound, shared_pages
 from kvarena.prefix.eviction import order
 from kvarena.prefix.radix_tree import Node, RadixTree
 
@@ -75,6 +75,8 @@ class TokenAllocator(KVAllocator):
         self._keys = TokenKeys(self.page_size)
         self._prefix_cache = design.prefix_cache
         self._left_tokens = int(design.last_token_rule)
+        self._slack = design.demand_slack if self.page_size > 1 else 0
+        self._give_back = self._free.free_each if design.eviction_unit == "page" else self._free.free
 
     def pin(self, seq: Sequence, gate: Gate | None = None) -> Pin | None:
         """Match, test the room with the match held, lock it and take a row.
@@ -87,13 +89,13 @@ class TokenAllocator(KVAllocator):
         if not self._free_rows:
             self._refuse(seq, "no free row")
             return None
-        node, page_ids = self._find(seq, seq.num_prefill_tokens - self._left_tokens)
+        node, page_ids, width = self._find(seq, seq.num_prefill_tokens - self._left_tokens)
         self.tree.lock(node)
         if not self._fits(seq, len(page_ids), gate or self.design.gate):
             self.tree.unlock(node)
             self._refuse(seq, "no room")
             return None
-        self._rows[seq.request_id] = Row(seq, self._free_rows.pop(), node, page_ids)
+        self._rows[seq.request_id] = Row(seq, self._free_rows.pop(), node, page_ids, width)
         seq.num_computed_tokens = hit_tokens = len(page_ids) * self.page_size
         if self.events.enabled and page_ids:
             self.events.add(EventKind.HIT, seq.request_id, page_ids)
@@ -101,7 +103,7 @@ class TokenAllocator(KVAllocator):
 
     def match(self, seq: Sequence) -> Match:
         """How much of all known tokens is cached now; splits and touches like `pin`, holds nothing."""
-        node, page_ids = self._find(seq, seq.num_tokens)
+        node, page_ids, _ = self._find(seq, seq.num_tokens)
         path: list[int] = []
         at = node
         while at.parent is not None:
@@ -246,8 +248,7 @@ class TokenAllocator(KVAllocator):
 
     def take_for_decode(self, seqs: list[Sequence], total: int) -> tuple[array[int], PageIds] | None:
         """`total` pages for one more token of each of `seqs`, and what was evicted for it; None: no room."""
-        slack = 0 if self.page_size == 1 else self.design.demand_slack
-        short = max(total, slack * len(seqs)) - self._free.count
+        short = max(total, self._slack * len(seqs)) - self._free.count
         evicted = self._evict(short, seqs[0].request_id) if short > 0 else ()
         if self._free.need_sort and self.page_size > 1 and len(seqs) > self._free.num_ready:
             self._free.merge()
@@ -265,10 +266,12 @@ class TokenAllocator(KVAllocator):
             raise ValueError(f"request {seq.request_id!r} is not live here")
         return row
 
-    def _find(self, seq: Sequence, num_tokens: int) -> tuple[Node, array[int]]:
+    def _find(self, seq: Sequence, num_tokens: int) -> tuple[Node, array[int], int]:
+        """Node and pages of the longest match among the first `num_tokens` tokens, and key bytes a page."""
         key = self._keys.prefix(seq, num_tokens) if self._prefix_cache else b""
         namespace, width = self._keys.space(seq)
-        return self.tree.match(key, width, namespace)
+        node, page_ids = self.tree.match(key, width, namespace)
+        return node, page_ids, width
 
     def _touched_row(self, seq: Sequence) -> Row:
         row = self._rows.get(seq.request_id)
@@ -299,10 +302,7 @@ class TokenAllocator(KVAllocator):
         del self._rows[row.seq.request_id]
         self._free_rows.append(row.index)
         row.seq.num_computed_tokens = 0
-        pages = array("i")
-        for node in reversed(self.tree.unlock(row.node)):
-            pages += node.pages
-        return pages
+        return join([node.pages for node in reversed(self.tree.unlock(row.node))])
 
     # --- room ---
 
@@ -323,8 +323,8 @@ class TokenAllocator(KVAllocator):
 
     def _make_room(self, plan: Plan, total: int) -> PageIds:
         """Evict what the call's demand lacks; returns the pages that went. Then merge what waits, if it is time."""
-        size, slack, free = self.page_size, self.design.demand_slack, self._free
-        short = (total if size == 1 or slack == 0 else demand(plan, size, slack)) - free.count
+        size, free = self.page_size, self._free
+        short = (demand(plan, size, self._slack) if self._slack else total) - free.count
         evicted = self._evict(short, plan[0][0].seq.request_id) if short > 0 else ()
         if free.need_sort and size > 1 and merge_bound(plan, size) > free.num_ready:
             free.merge()
@@ -332,9 +332,8 @@ class TokenAllocator(KVAllocator):
 
     def _evict(self, num_pages: int, request_id: str | None) -> PageIds:
         evicted = array("i")
-        give_back = self._free.free_each if self.design.eviction_unit == "page" else self._free.free
         for run in self.tree.evict(num_pages):
-            give_back(run)
+            self._give_back(run)
             evicted += run
         if self.events.enabled and evicted:
             self.events.add(EventKind.EVICT, request_id, evicted, "capacity")
@@ -358,18 +357,16 @@ class TokenAllocator(KVAllocator):
         row.prefilled = n >= seq.num_prefill_tokens
         before = row.protected
         runs, new_from = self._checkpoint(row, min(n, seq.num_prefill_tokens))
-        duplicates = array("i")
-        for run in runs:
-            duplicates += run
-            if not row.prefilled:
-                self._free.free(run)
+        published = row.page_ids[new_from : row.protected]
+        duplicates = join(runs)
         if row.prefilled:
             group += duplicates
-        published = row.page_ids[new_from : row.protected]
+        else:
+            for run in runs:
+                self._free.free(run)
         if self.events.enabled:
             self._note_checkpoint(seq, published, duplicates)
-        rewritten = (before, new_from) if duplicates else (0, 0)
-        return Commit(seq, published, (), duplicates, duplicates, rewritten)
+        return Commit(seq, published, (), duplicates, duplicates, (before, new_from) if runs else (0, 0))
 
     def _checkpoint(self, row: Row, num_tokens: int) -> tuple[list[array[int]], int]:
         """Publish the whole pages of the first `num_tokens` tokens (SGLang 0.5.22: checkpoint).
@@ -386,7 +383,7 @@ class TokenAllocator(KVAllocator):
             return [], start
         end = max(end, start)
         key = self._keys.key(seq, start, end)
-        row.node, runs, new_from = self.tree.insert(old, key, self._keys.space(seq)[1], row.page_ids, start)
+        row.node, runs, new_from = self.tree.insert(old, key, row.width, row.page_ids, start)
         row.protected = end
         if self.tree.order.uses_hits:
             self.tree.count_hit(row.node, until=old if row.checkpointed else None)
@@ -404,9 +401,7 @@ class TokenAllocator(KVAllocator):
         if computed > seq.num_prefill_tokens:
             self._keys.refuse_reserved(seq, seq.num_prefill_tokens)
         runs, new_from = self._checkpoint(row, computed)
-        given = array("i")
-        for run in runs:
-            given += run
+        given = join(runs)
         if self.events.enabled:
             self._note_checkpoint(seq, row.page_ids[new_from : row.protected], given)
         duplicates += given

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from kvarena.allocators.interface import AllocatorError
+from kvarena.allocators.token_keys import HashedNamespace
 from kvarena.allocators.token_row import Row
 from kvarena.prefix.radix_tree import Node
 
@@ -108,11 +109,18 @@ def describe(allocator: TokenAllocator, *, full: bool = False) -> str:
     ]
     lines += [_row_line(row, show) for row in allocator._rows.values()]
     for root in allocator.tree.roots.values():
-        lines.append(f"tree {root.namespace!r}:" if root.namespace is not None else "tree:")
+        lines.append(f"tree {_named(root.namespace)}:" if root.namespace is not None else "tree:")
         lines += _tree_lines(root, 1, show)
         if not full and len(lines) > SHOWN_NODES:
             return "\n".join([*lines[:SHOWN_NODES], "  ..."])
     return "\n".join(lines)
+
+
+def _named(namespace: object) -> str:
+    """A namespace without its encoding."""
+    if isinstance(namespace, HashedNamespace):
+        return "of page hashes" if namespace.namespace is None else f"of page hashes, {_named(namespace.namespace)}"
+    return repr(namespace[1]) if isinstance(namespace, tuple) else repr(namespace)
 
 
 def _row_line(row: Row, show: Callable[[object], str]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from kvarena.allocators.interface import Sequence
+from kvarena.prefix.page_text import encode
 
 TOKEN_BYTES = 4
 FIRST_RESERVED = -(2**31)  # ids of image contents count up from here ...
@@ -38,10 +39,14 @@ class TokenKeys:
         self._ids: dict[Hashable, int] = {}
 
     def space(self, seq: Sequence) -> tuple[Hashable, int]:
-        """Namespace of the tree that the sequence belongs to, and key bytes a page."""
+        """Namespace of the tree that the sequence belongs to, and key bytes a page.
+
+        Values that only compare equal (1, True, 1.0) are different namespaces, and so are they as image contents.
+        """
+        space = None if seq.namespace is None else (encode(seq.namespace), seq.namespace)
         if seq.page_hashes is None:
-            return seq.namespace, self.width
-        return HashedNamespace(seq.namespace), TOKEN_BYTES
+            return space, self.width
+        return HashedNamespace(space), TOKEN_BYTES
 
     def num_pages(self, seq: Sequence, num_tokens: int) -> int:
         """Whole pages among the first `num_tokens` tokens whose content is known.
@@ -104,9 +109,10 @@ class TokenKeys:
                     tokens[low] = begin
 
     def _id(self, content: Hashable) -> int:
-        found = self._ids.get(content)
+        name = (encode(content), content)
+        found = self._ids.get(name)
         if found is None:
-            found = self._ids[content] = FIRST_RESERVED + 2 * len(self._ids)
+            found = self._ids[name] = FIRST_RESERVED + 2 * len(self._ids)
             if found + 2 > END_RESERVED:
                 raise ValueError(f"image contents: more than {len(self._ids) - 1} distinct ones; reset the allocator")
         return found

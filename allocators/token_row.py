@@ -19,6 +19,7 @@ class Row:
     index         its place in req_to_token, from 1
     page_ids      array('i'), position order; always the same object
     node          the tree node whose lock it holds; [0, protected) of `page_ids` is the path to it
+    width         bytes of the tree's key a page
     admitted      reserved at least once; a row that is not goes with the first refusal
     prefilled     the checkpoint of the whole prefill has run: what follows is decode
     checkpointed  at least one checkpoint has run
@@ -35,13 +36,15 @@ class Row:
         "prefilled",
         "protected",
         "seq",
+        "width",
     )
 
-    def __init__(self, seq: Sequence, index: int, node: Node, page_ids: array[int]) -> None:
+    def __init__(self, seq: Sequence, index: int, node: Node, page_ids: array[int], width: int) -> None:
         self.seq = seq
         self.index = index
         self.node = node
         self.page_ids = page_ids
+        self.width = width
         self.protected = len(page_ids)
         self.admitted = False
         self.prefilled = False
@@ -76,6 +79,14 @@ def merge_bound(plan: Plan, page_size: int) -> int:
     decodes = [n for row, n, _ in plan if row.decoding]
     prefills = [n for row, n, _ in plan if not row.decoding]
     return max(len(decodes), sum(prefills) // page_size + len(prefills) + 1 if prefills else 0)
+
+
+def join(runs: list[array[int]]) -> array[int]:
+    """Page ids of all runs in one array of its own."""
+    joined = array("i")
+    for run in runs:
+        joined += run
+    return joined
 
 
 def shared_pages(rows: Iterable[Row]) -> int:

@@ -356,7 +356,7 @@ def test_without_a_prefix_cache_nothing_is_shared_or_kept() -> None:
 def test_namespaces_share_nothing_and_leave_nothing_behind() -> None:
     """The kind of block-09: equal values under other names are other namespaces."""
     allocator = make(num_pages=256)
-    spaces = [None, ("lora", "X"), ("salt", "X"), "X", (("lora", ("X", "/1")),), (("lora", ("X", "/2")),)]
+    spaces = [None, ("lora", "X"), ("salt", "X"), "X", (("lora", ("X", "/1")),), (("lora", ("X", "/2")),), 1, True, 1.0]
     for number, space in enumerate(spaces):
         assert run_through(allocator, Sequence(f"a{number}", range(9), namespace=space)) == 0
     for number, space in enumerate(spaces):
@@ -379,7 +379,7 @@ def image_prompt(name: str, *items: tuple[int, int, object], length: int = 16) -
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_pages_are_shared_up_to_the_first_other_image(page_size: int) -> None:
     """The kind of block-10: equal placeholders, other content; also contents equal in their low bits."""
-    contents = ["0x10005", "0x20005", 5, 5 + 2**16, 5 + 2**32, b"x", ("a", 1)]
+    contents = ["0x10005", "0x20005", 5, 5 + 2**16, 5 + 2**32, b"x", ("a", 1), 1, True, 1.0]
     allocator = make(num_pages=1024, page_size=page_size)
     for number, content in enumerate(contents):
         hit = run_through(allocator, image_prompt(f"a{number}", (6, 4, content), length=33))
