@@ -22,6 +22,7 @@ MAX_DOCUMENT_BYTES = 2**31
 MAX_RATIO = 200
 """A gzip file that unpacks to more than this many times its size (past the first 64 MiB) is refused as a bomb."""
 
+_PIECE_BYTES = 2**20
 _GZIP_MAGIC = b"\x1f\x8b"
 _UTF8_MARK = b"\xef\xbb\xbf"
 
@@ -71,23 +72,31 @@ class TextFile:
         return stream
 
     def _raw_lines(self, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-        packed = self.path.stat().st_size
-        allowed = MAX_LINE_BYTES + MAX_RATIO * packed
-        number = unpacked = 0
-        while raw := stream.readline(self.max_line_bytes + 1):
-            number += 1
-            unpacked += len(raw)
-            if len(raw) > self.max_line_bytes:
-                raise ValueError(
-                    f"{self.path}:{number}: expected a line of at most {self.max_line_bytes} bytes, found a longer one"
-                )
-            if unpacked > allowed:
-                raise ValueError(
-                    f"{self.path}:{number}: expected gzip data that unpacks to at most {MAX_RATIO} times its "
-                    f"{packed} bytes, found more; unpack it first to read it all the same"
-                )
-            self.ends_with_newline = raw.endswith(b"\n")
-            yield number, raw
+        allowed = MAX_LINE_BYTES + MAX_RATIO * self.path.stat().st_size
+        number, unpacked, pieces, length = 1, 0, [], 0
+        # In pieces, so that a bomb of one line is refused long before it is unpacked.
+        while piece := stream.readline(_PIECE_BYTES):
+            pieces.append(piece)
+            length += len(piece)
+            unpacked += len(piece)
+            self._check_size(number, length, unpacked, allowed)
+            self.ends_with_newline = piece.endswith(b"\n")
+            if self.ends_with_newline:
+                yield number, b"".join(pieces)
+                number, pieces, length = number + 1, [], 0
+        if pieces:
+            yield number, b"".join(pieces)
+
+    def _check_size(self, number: int, length: int, unpacked: int, allowed: int) -> None:
+        if length > self.max_line_bytes:
+            raise ValueError(
+                f"{self.path}:{number}: expected a line of at most {self.max_line_bytes} bytes, found a longer one"
+            )
+        if unpacked > allowed:
+            raise ValueError(
+                f"{self.path}:{number}: expected gzip data that unpacks to at most {MAX_RATIO} times its size, found "
+                "more; unpack it first to read it all the same"
+            )
 
     def _decode(self, number: int, raw: bytes) -> str:
         if number == 1:

@@ -124,3 +124,34 @@ def test_trailing_bytes_after_gzip_data_are_an_error(tmp_path):
     assert isinstance(outcome(tmp_path / "t.jsonl.gz", data + b"junk"), str)
     two = outcome(tmp_path / "t.jsonl.gz", data + gzip.compress(b'{"token_ids":[5],"arrival_s":2}\n'))
     assert len(two) == 3
+
+
+def test_a_json_document_cut_anywhere_is_an_error(tmp_path):
+    path, data = tmp_path / "t.json", json.dumps(FILES["weka"][0]).encode()
+    assert isinstance(outcome(path, data), list)
+    for size in range(len(data)):
+        assert isinstance(outcome(path, data[:size]), str)
+
+
+def test_a_ragpulse_folder_with_any_file_cut_or_flipped_reads_or_is_an_error(tmp_path):
+    files = {
+        "0_trace.jsonl": b'{"timestamp":"7","input_length":9,"output_length":1,"hash_ids":{"sys_prompt":[1],'
+        b'"passages_ids":[2],"history":[],"web_search":[],"user_input":[]},"session_id":"s"}\n',
+        "1_sys_prompt.jsonl": b'{"sys_prompt_id":1,"token_length":4}\n',
+        "2_passages.jsonl": b'{"passage_id":2,"token_length":3}\n',
+        "3_history.jsonl": b"",
+        "4_user_input.jsonl": b"",
+        "5_web_search.jsonl": b"",
+    }
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    assert [r.num_prompt_tokens for r in load_trace(tmp_path)] == [9]
+    for name, data in files.items():
+        for damaged in [*(data[:size] for size in range(len(data))), *each_flip(data)]:
+            (tmp_path / name).write_bytes(damaged)
+            try:
+                found = [r.num_prompt_tokens for r in load_trace(tmp_path)]
+            except ValueError as error:
+                found = str(error)
+            assert isinstance(found, list) or str(tmp_path) in found
+        (tmp_path / name).write_bytes(data)

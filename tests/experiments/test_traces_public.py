@@ -119,3 +119,30 @@ def test_ids_of_mooncake_are_prefix_chained():
         for depth, (block, parent) in enumerate(zip(blocks, [-1, *blocks], strict=False)):
             assert parents.setdefault(block, (depth, parent)) == (depth, parent)
     assert len(parents) == np.max(list(parents)) + 1
+
+
+def reference_of_slices():
+    if not TRACES:
+        return {}
+    file = Path(TRACES).resolve().parent / "reference" / "slice_expected_lru.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+@pytest.mark.parametrize("name", list(reference_of_slices()) or [pytest.param("", marks=pytest.mark.skip("no slices"))])
+def test_every_slice_gives_the_reference_to_the_digit(name):
+    expected = reference_of_slices()[name]
+    derived = name.startswith("weka")
+    trace = load_trace(public_file(name.removesuffix(".gz")), **({"full_blocks": True} if derived else {}))
+    grain = trace.visible.grain
+    # The slice derived from WEKA lists full blocks only; its reference counts those.
+    requests = [
+        (r.hash_ids.tolist()[: r.num_prompt_tokens // grain] if derived else r.hash_ids.tolist(), r.num_prompt_tokens)
+        for r in trace
+    ]
+    assert len(requests) == expected["requests"]
+    assert sum(len(blocks) for blocks, _ in requests) == expected["block_accesses"]
+    for row in expected["rows"]:
+        for order in ("forward", "reverse"):
+            found = replay_lru(requests, row["capacity_blocks"], grain=grain, reverse=order == "reverse")
+            assert found.hit_rate == row[order]["hit_rate"]
+            assert found.evictions == row[order]["evictions"]

@@ -3,6 +3,7 @@
 import doctest
 import gzip
 import json
+import tracemalloc
 from importlib import import_module
 
 import numpy as np
@@ -375,6 +376,18 @@ def test_a_gzip_bomb_is_refused(tmp_path, monkeypatch):
     assert path.stat().st_size < 10_000
     with pytest.raises(ValueError, match=r"expected gzip data that unpacks to at most 200 times"):
         load_trace(path)
+
+
+@pytest.mark.parametrize("name", ["t.json.gz", "t.jsonl.gz"])
+def test_a_bomb_of_one_line_is_refused_before_it_is_unpacked(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 1 << 20)
+    path = write(tmp_path / name, b"[" + b" " * 200_000_000)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"at most 200 times its size|at most 67108864 bytes"):
+        load_trace(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 150_000_000
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "latin-1"])
