@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from kvarena.experiments.traces.cli import trace_app
 from kvarena.experiments.commands import add_commands
 from kvarena.experiments.traces.cli import trace_app
 
@@ -17,9 +16,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-
-
-app.add_typer(trace_app)
 
 
 app.add_typer(trace_app)
