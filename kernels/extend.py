@@ -19,6 +19,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 import triton
@@ -233,26 +234,31 @@ class ExtendConfig:
     num_stages: int  # loads in flight
 
 
-def extend_config(num_tokens: int, batch: int, group: int, block_d: int, itemsize: int) -> ExtendConfig:
+def extend_config(
+    num_tokens: int, batch: int, group: int, block_d: int, itemsize: int, plain: bool = True
+) -> ExtendConfig:
     """Tile sizes from shapes alone.
 
     num_tokens  T, new tokens; batch  B; so T / B x G rows a request and KV head on average
     group       query heads of one KV head, G
     block_d     larger of the padded head dims
     itemsize    bytes of one number of q
+    plain       no softcap, no ALiBi, K and V of q's dtype: nothing else needs registers
 
     256 rows won on one H200 for prompts, 64 for a few new tokens on long prefixes (memory bound). Tiles shrink
-    where Q, K and V in flight would not fit in shared memory (head_dim above 128, float32).
+    where Q, K and V in flight would not fit in shared memory (head_dim above 128), or where sm_90 would spill
+    registers (tests/kernels/test_compile.py prints the report).
     """
     rows = max(num_tokens // max(batch, 1), 1) * group
     if itemsize == 4:
-        shape = (64 if block_d <= 128 else 32, 32, 4, 2)
+        shape = (64, 16, 8, 2) if block_d <= 128 else (32, 16, 8, 2)
+    elif block_d > 128:
+        wide = (128, 64, 8, 2) if plain else (128, 32, 8, 2)
+        shape = (64, 32, 4, 2) if rows <= 64 else wide
     elif rows <= 64:
-        shape = (64, 64, 4, 3 if block_d <= 128 else 2)
-    elif block_d <= 128:
-        shape = (256, 64, 8, 3) if rows > 128 else (128, 64, 4, 3)
+        shape = (64, 64, 4, 3)
     else:
-        shape = (128, 64, 8, 2)
+        shape = (256, 64, 8, 3) if rows > 128 and plain else (128, 64, 8, 3)
     block_m, block_n, num_warps, num_stages = shape
     return ExtendConfig(max(block_m, next_power_of_two(group)), block_n, num_warps, num_stages)
 
@@ -382,7 +388,7 @@ def _extend_hopper(
     return True
 
 
-def _extend_triton(tensors: _Tensors, arguments: dict, out: Tensor, lse: Tensor | None) -> None:
+def _extend_triton(tensors: _Tensors, arguments: dict[str, Any], out: Tensor, lse: Tensor | None) -> None:
     """Launch the plain Triton kernel; everything is checked."""
     q, key_cache, value_cache, table, query_start_loc = tensors
     num_tokens, num_heads, head_dim = q.shape
@@ -390,7 +396,8 @@ def _extend_triton(tensors: _Tensors, arguments: dict, out: Tensor, lse: Tensor 
     batch = table.rows.shape[0]
     group = num_heads // num_kv_heads
     block_d, block_dv = next_power_of_two(head_dim), next_power_of_two(head_dim_v)
-    config = extend_config(num_tokens, batch, group, max(block_d, block_dv), q.element_size())
+    plain = arguments["softcap"] is None and arguments["alibi_slopes"] is None and key_cache.dtype == q.dtype
+    config = extend_config(num_tokens, batch, group, max(block_d, block_dv), q.element_size(), plain)
     tokens = config.block_m // group
     scale, window, softcap = arguments["scale"], arguments["window"], arguments["softcap"]
     k_number, k_tensor, k_scale_stride = scale_argument("k_scale", arguments["k_scale"], num_kv_heads, q.device)

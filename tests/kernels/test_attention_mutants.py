@@ -121,7 +121,7 @@ DECODE_FAULTS = {
     "scale ignored": fault("scale", ("(head_dim**-0.5 if scale is None else scale) *", "head_dim**-0.5 *")),
     "scale missing altogether": fault("plain", ("(head_dim**-0.5 if scale is None else scale) *", "1.0 *")),
     "k_scale ignored": fault("fp8", ("else scale) * k_number", "else scale)")),
-    "v_scale ignored": fault("fp8", (("        v_number,\n        0.0 if"), ("        1.0,\n        0.0 if"))),
+    "v_scale ignored": fault("fp8", ("(v_scale / l_safe)", "(1.0 / l_safe)"), helper="_paged"),
     "k_scale of another head": fault("fp8 by head", ("k_scale_ptr + i_kv * k_scale_stride", "k_scale_ptr")),
     "v_scale of another head": fault("fp8 by head", ("v_scale_ptr + i_kv * v_scale_stride", "v_scale_ptr")),
     "softcap after the mask": fault(
@@ -235,7 +235,7 @@ EXTEND_FAULTS = {
     ),
     "scale ignored": fault("scale", ("(head_dim**-0.5 if scale is None else scale) *", "head_dim**-0.5 *")),
     "k_scale ignored": fault("fp8", ("else scale) * k_number", "else scale)")),
-    "v_scale ignored": fault("fp8", (("        v_number,\n        0.0 if"), ("        1.0,\n        0.0 if"))),
+    "v_scale ignored": fault("fp8", ("(v_scale / l_safe)", "(1.0 / l_safe)"), helper="_paged"),
     "k_scale of another head": fault("fp8 by head", ("k_scale_ptr + i_kv * k_scale_stride", "k_scale_ptr")),
     "v_scale of another head": fault("fp8 by head", ("v_scale_ptr + i_kv * v_scale_stride", "v_scale_ptr")),
     "alibi distance from the tile's first row": fault(
@@ -263,6 +263,9 @@ EXTEND_FAULTS = {
 }
 
 
+passed: set[object] = set()  # probes that the true kernel has passed
+
+
 @pytest.fixture(scope="module")
 def decode_probes() -> dict[str, Batch]:
     return probes(extending=False)
@@ -279,7 +282,9 @@ def extend_probes() -> dict[str, Batch]:
 def test_a_fault_in_decode_is_caught(name: str, decode_probes: dict[str, Batch], tmp_path: Path) -> None:
     planted = DECODE_FAULTS[name]
     batch = decode_probes[planted.probe]
-    assert_attention(batch, run_decode(decode, batch, planted.splits))
+    if (planted.probe, planted.splits) not in passed:
+        assert_attention(batch, run_decode(decode, batch, planted.splits))
+        passed.add((planted.probe, planted.splits))
     faulty = mutate(tmp_path, "decode", *planted.swaps, helper=planted.helper)
     assert refused(lambda: assert_attention(batch, run_decode(faulty, batch, planted.splits)))
 
@@ -288,7 +293,9 @@ def test_a_fault_in_decode_is_caught(name: str, decode_probes: dict[str, Batch],
 def test_a_fault_in_extend_is_caught(name: str, extend_probes: dict[str, Batch], tmp_path: Path) -> None:
     planted = EXTEND_FAULTS[name]
     batch = extend_probes[planted.probe]
-    assert_attention(batch, run_extend(extend, batch))
+    if planted.probe not in passed:
+        assert_attention(batch, run_extend(extend, batch))
+        passed.add(planted.probe)
     faulty = mutate(tmp_path, "extend", *planted.swaps, helper=planted.helper)
     assert refused(lambda: assert_attention(batch, run_extend(faulty, batch)))
 

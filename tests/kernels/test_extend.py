@@ -194,10 +194,10 @@ def test_a_failing_hopper_backend_warns_once_and_leaves_the_work_to_the_plain_ke
     tensors = (SimpleNamespace(is_cuda=True), *batch.caches, batch.query_start_loc)
     out = torch.empty_like(batch.q)
     with pytest.warns(UserWarning, match="plain Triton from here on .*this release renamed it"):
-        assert not extend_module._extend_hopper(tensors, {}, out, None, None)
+        assert not extend_module._extend_hopper(tensors, {}, out, None, None, None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not extend_module._extend_hopper(tensors, {}, out, None, None)
+        assert not extend_module._extend_hopper(tensors, {}, out, None, None, None)
     assert_attention(batch, extend(batch, backend=None))
 
 

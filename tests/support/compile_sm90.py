@@ -118,7 +118,7 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         (BF16, INT8, 128, 128, 32, 8, 16, 16, 64, 16384, "fused", "scales"),
         (FP32, E4M3, 64, 64, 2, 1, 4, 4, 2, 64, "split", "scales"),
     ]
-    for row in rows:
+    for number, row in enumerate(rows):
         q_dtype, kv_dtype, dim, dim_v, heads, kv_heads, page, entry, batch, width, layout, option = row
         pool = KVPool(1, 4, page, kv_heads, dim, dim_v, dtype=kv_dtype, layout=layout)
         table = table_of(batch, width, entry)
@@ -132,25 +132,21 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         caches = (pool.key(0), pool.value(0), table)
         q = torch.zeros((batch, heads, dim), dtype=q_dtype)
         yield f"decode-{name}", lambda q=q, c=caches, a=arguments: paged_decode(q, *c, **a)
-        for tokens in (16, 512):
-            q = torch.zeros((batch * tokens, heads, dim), dtype=q_dtype)
-            starts = torch.zeros(batch + 1, dtype=torch.int32)
-            yield (
-                f"extend{tokens}-{name}",
-                lambda q=q, c=caches, s=starts, a=arguments: paged_extend(q, *c, s, **a),
-            )
+        tokens = 16 if number % 3 == 2 else 512
+        q = torch.zeros((batch * tokens, heads, dim), dtype=q_dtype)
+        starts = torch.zeros(batch + 1, dtype=torch.int32)
+        yield f"extend{tokens}-{name}", lambda q=q, c=caches, s=starts, a=arguments: paged_extend(q, *c, s, **a)
 
 
 def other_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Writes, copies, slots, merge."""
-    for dtype in (BF16, FP32, E4M3, E5M2, INT8):
-        for layout in ("split", "fused", "page_major"):
-            pool = KVPool(2, 4, 16, 8, 128, dtype=dtype, layout=layout)
-            k = torch.zeros((4, 8, 128), dtype=dtype if dtype in (BF16, FP32) else BF16)
-            caches = (pool.key(1), pool.value(1))
-            slots = torch.zeros(4, dtype=torch.int64)
-            yield f"store-{dtype}-{layout}", lambda k=k, c=caches, s=slots: store_kv(k, k, *c, s)
-            yield f"copy-{dtype}-{layout}", lambda p=pool: copy_pages(p.layers, [1, 2], [2, 3])
+    for dtype, layout in ((BF16, "split"), (FP32, "fused"), (E4M3, "page_major"), (E5M2, "split"), (INT8, "hnd")):
+        pool = KVPool(2, 4, 16, 8, 128, dtype=dtype, layout=layout)
+        k = torch.zeros((4, 8, 128), dtype=dtype if dtype in (BF16, FP32) else BF16)
+        caches = (pool.key(1), pool.value(1))
+        slots = torch.zeros(4, dtype=torch.int64)
+        yield f"store-{dtype}-{layout}", lambda k=k, c=caches, s=slots: store_kv(k, k, *c, s)
+        yield f"copy-{dtype}-{layout}", lambda p=pool: copy_pages(p.layers, [1, 2], [2, 3])
     pool = KVPool(1, 4, 16, 8, 128, dtype=BF16)
     packed = torch.zeros((1, pool.bytes_per_page), dtype=torch.uint8)
     yield "gather", lambda: gather_pages(pool.layers, [1])
