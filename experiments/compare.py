@@ -7,7 +7,7 @@ memory of a run is that of its largest cell.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -40,9 +40,9 @@ def compare(
     trace: Any = None,
     *,
     allocators: Iterable[Any] | None = None,
-    pool: str | int | list[str | int] | None = None,
+    pool: str | int | Sequence[str | int] | None = None,
     model: str | Mapping[str, Any] | None = None,
-    seeds: int | list[int] | None = None,
+    seeds: int | Sequence[int] | None = None,
     requests: int | None = None,
     format: str | None = None,
     unit: Literal["tokens", "ids"] | None = None,

@@ -97,7 +97,7 @@ def find_divergence(result: Result, names: tuple[str, str], pool: int) -> Diverg
     differs = (a["hit_tokens"] != b["hit_tokens"]) | (a["admitted"] != b["admitted"])
     if not differs.any():
         return None
-    at = int(differs.idxmax())
+    at = differs.tolist().index(True)
     row, source = a.iloc[at], int(a["source"].iloc[at])
     sides = tuple(_side(result, name, frame.iloc[at]) for name, frame in zip(names, (a, b), strict=True))
     head = {

@@ -30,7 +30,7 @@ class ModelShape(BaseModel):
     num_layers: int = Field(ge=1, strict=True)
     num_kv_heads: int = Field(ge=1, strict=True)
     head_dim: int = Field(ge=1, strict=True)
-    head_dim_v: int | None = Field(None, ge=0, strict=True)
+    head_dim_v: int | None = Field(default=None, ge=0, strict=True)
     dtype: DType = "bfloat16"
 
     @property

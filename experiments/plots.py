@@ -5,6 +5,7 @@ keeps its colour and says "no data".
 
 from __future__ import annotations
 
+import functools
 import math
 import textwrap
 from collections.abc import Callable, Sequence
@@ -33,10 +34,28 @@ __all__ = [
 ]
 
 MAX_POINTS = 1500
+_LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8, "borderaxespad": 0}
 WASTE_KINDS = {"tail_waste_bytes": "tail", "reservation_bytes": "reservation", "duplicate_bytes": "duplicates"}
 VERBS = ("pin", "reserve", "commit", "release")
 
 
+def _styled(plot: Callable[..., Axes]) -> Callable[..., Axes]:
+    """A figure that a plot opens by itself is in our style; what the user set stays, and so do the defaults."""
+
+    @functools.wraps(plot)
+    def drawn(result: Result, ax: Axes | None = None, **options: Any) -> Axes:
+        import matplotlib as mpl
+
+        if ax is not None:
+            return plot(result, ax, **options)
+        mine: Any = {k: v for k, v in STYLE.items() if mpl.rcParams[k] == mpl.rcParamsDefault[k]}
+        with mpl.rc_context(mine):
+            return plot(result, None, **options)
+
+    return drawn
+
+
+@_styled
 def hit_rate(result: Result, ax: Axes | None = None) -> Axes:
     """Token hit rate (first admissions) against pool size in bytes, with the no-cache line and each design's
     infinite-cache line. Without `ax`, the paired difference stands below; the upper axes are returned."""
@@ -67,6 +86,7 @@ def _hit_rate(result: Result, ax: Axes) -> Axes:
     return _finish(ax, result.summary)
 
 
+@_styled
 def difference(result: Result, ax: Axes | None = None) -> Axes:
     """Paired difference in token hit rate to the first allocator, in points: same seed, same requests, same bytes."""
     ax = ax or _new_axes()
@@ -84,6 +104,7 @@ def difference(result: Result, ax: Axes | None = None) -> Axes:
     return ax
 
 
+@_styled
 def hit_rate_by_page_size(result: Result, ax: Axes | None = None) -> Axes:
     """Token hit rate at the reference pool for each page size: separate categories, in numeric order."""
     ax = ax or _new_axes()
@@ -102,6 +123,7 @@ def hit_rate_by_page_size(result: Result, ax: Axes | None = None) -> Axes:
     return _finish(ax, table)
 
 
+@_styled
 def occupancy(result: Result, ax: Axes | None = None, allocator: str | None = None) -> Axes:
     """Share of the pool that is in use, evictable and free over the run, first seed, reference pool.
 
@@ -131,18 +153,21 @@ def _occupancy(result: Result, ax: Axes, name: str) -> Axes:
     ax.stackplot(
         rows["step"], shares, labels=list(STATE_COLOURS), colors=list(STATE_COLOURS.values()), linewidth=0, step="post"
     )
-    ax.set_title(f"{_looks(result)[name].label}, pool {format_bytes(result.reference_pool)}", pad=4)
-    ax.set_xlabel("request, in order of arrival")
+    ax.set_title(
+        f"{_looks(result)[name].label}, pool {format_bytes(result.reference_pool)}", pad=4, loc="left", fontsize=9
+    )
+    ax.set_xlabel("step of the engine" if result.manifest["kind"] == "run" else "request, in order of arrival")
     ax.set_ylabel("pool (%)")
     ax.set_ylim(0, 100)
     ax.margins(x=0)
     ax.grid(False)
     if not len(rows):
         _say_no_data(ax)
-    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0, handlelength=1.2)
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, handlelength=1.2, **_LEGEND)
     return ax
 
 
+@_styled
 def waste(result: Result, ax: Axes | None = None) -> Axes:
     """Mean waste over the run by kind, in MiB of KV, at the reference pool."""
     look = _looks(result)
@@ -167,6 +192,7 @@ def waste(result: Result, ax: Axes | None = None) -> Axes:
     return _finish(ax, table)
 
 
+@_styled
 def evictions(result: Result, ax: Axes | None = None) -> Axes:
     """KV evicted over the whole run, in GiB, against pool size."""
     ax = ax or _new_axes()
@@ -181,6 +207,7 @@ def evictions(result: Result, ax: Axes | None = None) -> Axes:
     return _finish(ax, frame)
 
 
+@_styled
 def allocator_time(result: Result, ax: Axes | None = None) -> Axes:
     """Measured time of one call of each verb at the reference pool: bar = median wall time, line up to the 99th
     percentile."""
@@ -229,7 +256,7 @@ def draw_series(
     if all(math.isnan(value) for value in values):
         ax.plot([], [], look.marker, linestyle=look.dashes, color=look.colour, label=text and f"{text}: no data")
         return
-    marker = {"marker": look.marker, "markerfacecolor": look.face, "markeredgewidth": 1.2}
+    marker: dict[str, Any] = {"marker": look.marker, "markerfacecolor": look.face, "markeredgewidth": 1.2}
     ax.plot(list(x), values, linestyle=look.dashes, color=look.colour, label=text or None, **marker)
     if band is not None and any(a != b for a, b in zip(*band, strict=True)):
         ax.fill_between(list(x), list(band[0]), list(band[1]), color=look.colour, alpha=0.18, linewidth=0)
@@ -281,7 +308,7 @@ def _finish(ax: Axes, frame: pd.DataFrame) -> Axes:
         return ax
     handles, labels = ax.get_legend_handles_labels()
     wrapped = [textwrap.fill(text, 44) for text in labels]
-    ax.legend(handles, wrapped, loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2, borderaxespad=0, columnspacing=1.2)
+    ax.legend(handles, wrapped, loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2, columnspacing=1.2, **_LEGEND)
     return ax
 
 
@@ -310,12 +337,18 @@ PLOTS: dict[str, Callable[..., Axes]] = {
 }
 
 
+def _plot(name: str) -> Callable[..., Axes]:
+    from kvarena.experiments.engine import figures
+
+    return {"allocator_time": allocator_time, **PLOTS, **figures.PLOTS}[name]
+
+
 def draw(name: str, result: Result, footer: str) -> Figure:
     """One named figure in our style, with its footer, ready to save. The caller closes it."""
     import matplotlib as mpl
 
     with mpl.rc_context(STYLE):
-        plot = allocator_time if name == "allocator_time" else PLOTS[name]
+        plot = _plot(name)
         figure: Figure = plot(result).get_figure()  # type: ignore[assignment]
         add_footer(figure, footer)
         return figure

@@ -21,7 +21,7 @@ STATE_COLOURS = {"in use": "#1B2A41", "evictable": "#7A93AC", "free": "#E3E9EF"}
 SHADE_A_STEP = 0.16  # of the way to black or white for each doubling of the page size
 FORMATS = ("pdf", "svg", "png")
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {  # rcParams
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 8.5,
@@ -111,7 +111,8 @@ def printable(text: str) -> str:
 
 def add_footer(figure: Figure, text: str) -> None:
     """One line of provenance under the figure, without a date."""
-    figure.get_layout_engine().set(rect=(0, 0.035, 1, 0.965))  # type: ignore[union-attr]
+    engine: Any = figure.get_layout_engine()
+    engine.set(rect=(0, 0.035, 1, 0.965))
     figure.text(0.008, 0.01, printable(text).replace("$", r"\$"), fontsize=5.5, color="#777777", ha="left", va="bottom")
 
 

@@ -61,6 +61,8 @@ class Table:
 def tables(result: Result) -> list[Table]:
     """Everything a reader should see first: hit rates, measures, budget, and what to be careful about."""
     rates = hit_rate_table(result)
+    if result.manifest["kind"] == "run":
+        return [engine_table(result), rates, measures_table(result), budget_table(result)]
     if len(result.allocators) > 3:
         return [*_apart(rates, len(result.allocators)), measures_table(result), budget_table(result)]
     return [rates, measures_table(result), budget_table(result)]
@@ -98,11 +100,21 @@ def hit_rate_table(result: Result) -> Table:
     return Table(title, columns, rows, [f"{spread}; differences in points", *legend])
 
 
+def engine_table(result: Result) -> Table:
+    """Throughput and latency of an engine run at the reference pool, means over seeds."""
+    from kvarena.experiments.engine.figures import engine_notes, engine_rows
+
+    title = f"Engine at a pool of {format_bytes(result.reference_pool)}"
+    return Table(title, ["measure", *_short_names(result).values()], engine_rows(result), engine_notes(result))
+
+
 def measures_table(result: Result) -> Table:
     """All measures at the reference pool, means over seeds."""
     pool = result.reference_pool
     rows = []
     for column, (text, unit) in MEASURES.items():
+        if column not in result.summary:
+            continue  # an engine run has its own
         values = [_mean(_per_seed(result.summary, name, pool, column)) for name in result.allocators]
         if column == "external_fragmentation" and not any(value is not None for value in values):
             continue  # only designs that need runs have it
@@ -112,7 +124,7 @@ def measures_table(result: Result) -> Table:
 
 def budget_table(result: Result) -> Table:
     """Where the bytes of the reference pool go, line by line, first seed."""
-    budgets = {}
+    budgets: dict[str, dict[str, Any]] = {}
     for row in result.manifest["budgets"]:
         if row["pool_bytes"] == result.reference_pool:
             budgets.setdefault(row["allocator"], row)

@@ -28,6 +28,7 @@ _PUBLIC = {
     "Release": "allocators.interface",
     "compare": "experiments.compare",
     "load_result": "experiments.results",
+    "merge_results": "experiments.results",
     "load_trace": "experiments.traces",
 }
 _MODULES = {"plots": "experiments.plots", "testing": "experiments.conformance"}
