@@ -226,10 +226,11 @@ class Match:
 
 @dataclass(slots=True)
 class Reservation:
-    """Slots for one sequence. `page_ids` are the newly taken pages, in position order.
+    """Slots for one sequence. `page_ids` are the pages that its row gained at the end, in position order.
 
-    `rewritten` is the half-open range of row entries that changed although they existed before
-    (window pages that fell to the padding page); (0, 0) for none.
+    `rewritten` is the half-open range of row entries that changed although they existed before (window pages that
+    fell to the padding page, or a run that moved: `moves` says where its KV is to be copied); (0, 0) for none.
+    `freed` are pages that left the row, those that a window left behind and that still serve hits included.
     """
 
     seq: Sequence

@@ -149,10 +149,11 @@ def test_more_pages_than_a_row_holds_raise_and_change_nothing(kind, way):
         assert list(adapter.row(a)) == [3, 4]
 
 
+@pytest.mark.parametrize("slots_by", ["triton", "torch"])
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_padding_reads_row_zero_and_writes_nothing(kind):
+def test_padding_reads_row_zero_and_writes_nothing(kind, slots_by):
     a = sequence("a", 6)
-    adapter = adapter_over(kind, Pages(4, {"a": [5, 2]}), a)
+    adapter = adapter_over(kind, Pages(4, {"a": [5, 2]}), a, slots_by=slots_by)
     adapter.batch([a], [6])
     batch = adapter.batch([a], [6], pad_requests=4, pad_tokens=20)
     table = batch.table
