@@ -182,7 +182,8 @@ def make_allocator(spec: AllocatorSpec, *, num_pages: int, **overrides: Any) -> 
     if num_pages < 1:
         raise ValueError(f"num_pages: expected at least 1, found {num_pages}")
     if isinstance(spec, type):
-        return spec(num_pages=num_pages, **overrides)
+        build: Callable[..., KVAllocator] = spec
+        return build(num_pages=num_pages, **overrides)
     if isinstance(spec, str) and spec in (plugins := _entry_points()):
         return plugins[spec]()(num_pages=num_pages, **overrides)
     chosen = design(spec)
