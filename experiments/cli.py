@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from kvarena.experiments.bench.cli import bench_app
 from kvarena.experiments.commands import add_commands
+from kvarena.experiments.engine.commands import add_run_command
 from kvarena.experiments.traces.cli import trace_app
 
 app = typer.Typer(
@@ -19,6 +21,7 @@ app = typer.Typer(
 
 
 app.add_typer(trace_app)
+app.add_typer(bench_app)
 
 
 def run() -> None:
@@ -39,6 +42,7 @@ def main() -> None:
 
 
 add_commands(app)
+add_run_command(app)
 
 
 @app.command(epilog="Example: kvarena scenario tests/golden/scenarios --allocator token --page-size 16 --out out/logs")

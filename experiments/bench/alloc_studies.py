@@ -21,7 +21,7 @@ DIGEST_BYTES = 16  # what a page's hash is chained to
 ID_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Contender:
     """A design as the tables name it, and how to build it."""
 

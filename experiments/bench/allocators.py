@@ -1,0 +1,191 @@
+"""kvarena bench allocators: what a decision costs on the host, ours beside the real packages and what is asked for.
+
+Cost is shown in three ways that never share an axis: operation counts that follow from the decisions alone, the
+real packages' times (recorded ones), and ours. Times are process CPU time, medians over samples
+with the whole range beside them; only latencies are wall time, since that is what a step waits for. Everything runs
+on one core of the host; memory and cache are shared with whatever else runs there, so compare ratios, not digits.
+
+Nothing is timed before the designs' forms were found to decide alike on this workload.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from kvarena.experiments.bench import alloc_studies as studies
+from kvarena.experiments.bench.alloc_load import NUM_REQUESTS, Prompt, replay_prompts
+from kvarena.experiments.bench.alloc_ops import block_ops, token_ops
+from kvarena.experiments.bench.alloc_recorded import MARKS, SOURCE, Mark
+from kvarena.experiments.provenance import code_version
+
+SCHEMA_VERSION = 1
+STUDIES = ("counts", "replay", "op", "latency", "growth", "memory")
+Row = dict[str, Any]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure. `quick` is a smoke run: its figures say that it works, not how fast it is."""
+
+    num_requests: int = NUM_REQUESTS
+    repeats: int = 5
+    samples: int = 41
+    largest: int = 1_000_000
+
+    @classmethod
+    def quick(cls) -> Effort:
+        return cls(num_requests=300, repeats=2, samples=5, largest=10_000)
+
+
+def run(chosen: Iterable[str], effort: Effort, say: Say) -> Iterator[Row]:
+    """Rows of the chosen studies, header first. `say` hears of the progress."""
+    chosen = list(chosen)
+    unknown = sorted(set(chosen) - set(STUDIES))
+    if unknown:
+        raise ValueError(f"study: expected some of {', '.join(STUDIES)}, found {', '.join(unknown)}")
+    yield header(effort)
+    load = replay_prompts(effort.num_requests)
+    say("gate: the designs' forms decide alike")
+    studies.gate(load[:500])
+    measure: dict[str, Callable[[], Iterator[Row]]] = {
+        "counts": lambda: count_rows(load),
+        "replay": lambda: replay_rows(load, effort),
+        "op": lambda: op_rows(effort),
+        "latency": lambda: latency_rows(load),
+        "growth": lambda: growth_rows(effort),
+        "memory": memory_rows,
+    }
+    for study in STUDIES:
+        if study in chosen:
+            say(f"study: {study}")
+            yield from measure[study]()
+
+
+def header(effort: Effort) -> Row:
+    """Where the figures come from."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "study": "header",
+        "kvarena": code_version(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "real": SOURCE,
+        "requests": effort.num_requests,
+        "repeats": effort.repeats,
+        "samples": effort.samples,
+    }
+
+
+def row(study: str, name: str, design: str, page_size: int, unit: str, values: list[float]) -> Row:
+    """Median and range of a measurement, beside its yardsticks."""
+    value = statistics.median(values)
+    mark = MARKS.get((study, name, design, page_size), Mark())
+    return {
+        "study": study,
+        "name": name,
+        "design": design,
+        "page_size": page_size,
+        "unit": unit,
+        "value": value,
+        "low": min(values),
+        "high": max(values),
+        "samples": len(values),
+        "real": mark.real,
+        "ratio": _ratio(value, mark, unit),
+        "must": mark.must,
+        "aim": mark.aim,
+        "absolute": mark.absolute,
+        "met": _met(value, mark, unit),
+    }
+
+
+def _ratio(value: float, mark: Mark, unit: str) -> float | None:
+    """How many times better than the real package."""
+    if mark.real is None:
+        return None
+    return value / mark.real if unit.startswith("requests") else mark.real / value
+
+
+def _met(value: float, mark: Mark, unit: str) -> str | None:
+    """ "aim", "must" or "no"; None where nothing is asked for."""
+    if mark.must is None:
+        return None
+    more_is_better = unit.startswith("requests") or not mark.absolute
+    found = value if mark.absolute else _ratio(value, mark, unit) or 0.0
+
+    def reached(wanted: float | None) -> bool:
+        return wanted is not None and (found >= wanted if more_is_better else found <= wanted)
+
+    return "aim" if reached(mark.aim) else "must" if reached(mark.must) else "no"
+
+
+def count_rows(load: list[Prompt]) -> Iterator[Row]:
+    """Operation counts of one replay, a request each."""
+    for contender in _decisions():
+        found = studies.counts(contender, studies.sequences(load, contender.page_size, hashes=False))
+        for name, total in found.items():
+            yield row(
+                "counts", name, contender.design.split()[0], contender.page_size, "a request", [total / len(load)]
+            )
+
+
+def _decisions() -> list[studies.Contender]:
+    """One contender for each set of decisions: block's two forms decide alike."""
+    return [contender for contender in studies.CONTENDERS if contender.design != "block runs"]
+
+
+def replay_rows(load: list[Prompt], effort: Effort) -> Iterator[Row]:
+    """Requests a CPU second; contenders take turns, so that a slow moment of the machine hits all of them."""
+    for form in ("tokens", "page hashes"):
+        # A token a page is its own name: at page 1 hashes say nothing new.
+        contenders = [c for c in studies.CONTENDERS if form == "tokens" or c.page_size > 1]
+        seqs = {
+            size: studies.sequences(load, size, hashes=form != "tokens") for size in {c.page_size for c in contenders}
+        }
+        rates: dict[studies.Contender, list[float]] = {}
+        for _ in range(effort.repeats):
+            for contender in contenders:
+                rate = studies.replay_rate(contender, seqs[contender.page_size])
+                rates.setdefault(contender, []).append(rate)
+        for contender, values in rates.items():
+            yield row("replay", form, contender.design, contender.page_size, "requests/CPU s", values)
+
+
+def op_rows(effort: Effort) -> Iterator[Row]:
+    """Microseconds of single operations."""
+    for op in [*token_ops(), *block_ops()]:
+        yield row("op", op.name, op.design, op.page_size, "us", op.measure(effort.samples))
+
+
+def latency_rows(load: list[Prompt]) -> Iterator[Row]:
+    """p50, p99 and max of every verb's calls over one replay, wall time."""
+    for contender in studies.CONTENDERS:
+        seqs = studies.sequences(load, contender.page_size, hashes=False)
+        for verb, taken in studies.latencies(contender, seqs).items():
+            marks = np.percentile(taken, [50, 99, 100]) / 1000
+            for label, value in zip(("p50", "p99", "max"), marks, strict=True):
+                yield row("latency", f"{verb} {label}", contender.design, contender.page_size, "us", [float(value)])
+
+
+def growth_rows(effort: Effort) -> Iterator[Row]:
+    """The same operation in ever larger pools and trees."""
+    for name, design, page_size, size, sample in studies.growth(effort.largest):
+        sample()
+        values = [sample() / 1000 for _ in range(effort.samples)]
+        yield row("growth", name, design, page_size, "us", values) | {"size": size}
+
+
+def memory_rows() -> Iterator[Row]:
+    """Bytes a cached token and a node, seconds to build a large pool."""
+    for contender in studies.CONTENDERS:
+        labels = (contender.design, contender.page_size)
+        yield row("memory", "bytes a cached token", *labels, "bytes", [studies.memory(contender)])
+        seconds = [studies.build_seconds(contender)]
+        yield row("memory", "seconds to build 1,000,000 pages", *labels, "s", seconds)
+    yield row("memory", "bytes a radix node", "token", 1, "bytes", [studies.node_bytes()])

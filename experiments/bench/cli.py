@@ -1,0 +1,57 @@
+"""`kvarena bench`: what the allocators cost on the host, what the kernels reach on a card."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+bench_app = typer.Typer(
+    name="bench", help="Measure allocators on the host and kernels on a card.", no_args_is_help=True
+)
+
+
+@bench_app.callback()
+def main() -> None:
+    """Measure allocators on the host and kernels on a card."""
+
+
+@bench_app.command(epilog="Example: kvarena bench allocators --only replay --only op --out out/bench")
+def allocators(
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Studies: counts, replay, op, latency, growth, memory; all when left out."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for rows, table and figure; rows on stdout without it.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Replays of each contender, taken in turns.", min=1)] = 5,
+    samples: Annotated[int, typer.Option(help="Samples of each operation.", min=1)] = 41,
+    requests: Annotated[int, typer.Option(help="Requests of the replay.", min=50)] = 20_000,
+    largest: Annotated[int, typer.Option(help="Largest pool and tree of the growth study.", min=10_000)] = 1_000_000,
+    quick: Annotated[bool, typer.Option(help="A smoke run of seconds; its times mean nothing.")] = False,
+) -> None:
+    """Time both allocator designs: operations, replay, latencies, growth, memory, operation counts.
+
+    Rows are JSON lines on stdout, or in OUT/allocators.jsonl; the table for people goes to stderr.
+    """
+    from kvarena.experiments.bench import alloc_tables
+    from kvarena.experiments.bench import allocators as bench
+    from kvarena.experiments.scenarios import write_log
+
+    effort = bench.Effort(requests, repeats, samples, largest)
+    if quick:
+        effort = bench.Effort.quick()
+    rows = list(bench.run(only or bench.STUDIES, effort, lambda text: print(text, file=sys.stderr)))
+    print(alloc_tables.text(rows), file=sys.stderr)
+    if out is None:
+        import json
+
+        for row in rows:
+            print(json.dumps(row, separators=(",", ":")))
+        return
+    write_log(rows, out / "allocators.jsonl")
+    written = alloc_tables.save(rows, out)
+    print(f"{out / 'allocators.jsonl'}, {', '.join(path.name for path in written)}", file=sys.stderr)
