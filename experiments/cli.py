@@ -10,6 +10,7 @@ import typer
 from kvarena.experiments.bench.cli import bench_app
 from kvarena.experiments.commands import add_commands
 from kvarena.experiments.engine.commands import add_run_command
+from kvarena.experiments.engine.commands import add_run_command
 from kvarena.experiments.traces.cli import trace_app
 
 app = typer.Typer(
@@ -42,6 +43,7 @@ def main() -> None:
 
 
 add_commands(app)
+add_run_command(app)
 add_run_command(app)
 
 

@@ -138,10 +138,15 @@ def config_show(
     set_: Sets = None,
 ) -> None:
     """Print a config with every field resolved."""
-    from kvarena.experiments.config import Config, apply_sets, config_from_mapping, dump_toml, load_config
+    import tomli_w
+    from kvarena.experiments.config import Config, apply_sets, config_from_mapping
+    from kvarena.experiments.engine.run_config import resolved_config
 
-    config = config_from_mapping(apply_sets(Config().model_dump(), set_ or [])) if path is None else None
-    print(dump_toml(config or load_config(Path(str(path)), set_ or [])), end="")
+    if path is None:
+        resolved = config_from_mapping(apply_sets(Config().model_dump(), set_ or [])).resolved()
+    else:
+        resolved = resolved_config(path, set_ or [])
+    print(tomli_w.dumps(resolved), end="")
 
 
 @config_app.command("diff", epilog="Example: kvarena config diff a.toml out/chat/config.toml")
@@ -150,9 +155,10 @@ def config_diff_command(
     b: Annotated[Path, typer.Argument(help="Another one.")],
 ) -> None:
     """Print the fields in which two configs differ; exit code 1 when there are any."""
-    from kvarena.experiments.config import config_diff, load_config
+    from kvarena.experiments.config import config_diff
+    from kvarena.experiments.engine.run_config import resolved_config
 
-    differing = config_diff(load_config(a).resolved(), load_config(b).resolved())
+    differing = config_diff(resolved_config(a), resolved_config(b))
     for name, (left, right) in differing.items():
         print(f"{name}: {left!r} -> {right!r}")
     raise typer.Exit(1 if differing else 0)

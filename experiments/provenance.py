@@ -56,10 +56,15 @@ def footer(config: Mapping[str, Any], trace_name: str, visible_outputs: str) -> 
     import kvarena
 
     engine = config["engine"]
-    replies = "replies replayed" if engine["outputs"] == "replay" else "prompts only"
+    if "scheduler" in engine:
+        from kvarena.experiments.engine.figures import engine_footer
+
+        how = engine_footer(dict(config))
+    else:
+        how = f"{engine['live']} live · {'replies replayed' if engine['outputs'] == 'replay' else 'prompts only'}"
     model = config["pool"]["model"] if isinstance(config["pool"]["model"], str) else "own model shape"
     digest = hashlib.sha256(tomli_w.dumps(config).encode()).hexdigest()[:10]
-    parts = (f"kvarena {kvarena.__version__}", trace_name, model, f"{engine['live']} live", replies)
+    parts = (f"kvarena {kvarena.__version__}", trace_name, model, how)
     return " · ".join([*parts, f"outputs {visible_outputs}", f"config {digest}"])
 
 

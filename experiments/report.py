@@ -49,7 +49,7 @@ footer { color: #5b6b7d; font-size: .8rem; margin-top: 3rem; border-top: 1px sol
 def write_figures(result: Result, folder: Path) -> list[Path]:
     """figures/NAME.{pdf,svg,png}; the figure of measured times stands outside, as timings.{pdf,svg,png}."""
     (folder / "figures").mkdir(exist_ok=True)
-    stems = {name: folder / "figures" / name for name in plots.PLOTS}
+    stems = {name: folder / "figures" / name for name in captions(result)}
     if len(result.timings):
         stems["allocator_time"] = folder / "timings"
     paths = []
@@ -57,6 +57,15 @@ def write_figures(result: Result, folder: Path) -> list[Path]:
         with drawn(result, name) as figure:
             paths += save_figure(figure, stem)
     return paths
+
+
+def captions(result: Result) -> dict[str, str]:
+    """The figures of a result and what each shows; an engine run has its own beside those of a comparison."""
+    if result.manifest["kind"] != "run":
+        return CAPTIONS
+    from kvarena.experiments.engine import figures
+
+    return {**figures.CAPTIONS, **CAPTIONS}
 
 
 def plot_folder(result: Result, out: Path) -> list[Path]:
@@ -111,7 +120,7 @@ def write_report(result: Result, path: Path) -> None:
     for head, lines in remarks(result):
         sections.append(f"<h2>{escape(head)}</h2>" + "".join(f"<p>{escape(line)}</p>" for line in lines))
     sections.append("<h2>Figures</h2>")
-    sections += [_figure(path.parent / "figures" / f"{name}.svg", text) for name, text in CAPTIONS.items()]
+    sections += [_figure(path.parent / "figures" / f"{name}.svg", text) for name, text in captions(result).items()]
     sections.append(_why_section(result))
     sections.append(f"<h2>Config</h2><pre>{escape(tomli_w.dumps(result.config))}</pre>")
     sections.append(

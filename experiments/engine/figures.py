@@ -1,0 +1,142 @@
+"""Figures and tables of engine runs, beside those that a run shares with a comparison. Same contract as `plots.py`:
+`plot(result, ax=None) -> Axes`, nothing read from disk, nothing saved, missing values are gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvarena.experiments.style import looks
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from kvarena.experiments.results import Result
+    from matplotlib.axes import Axes
+
+MAX_POINTS = 1500
+LATENCIES = {"ttft_ms": "TTFT (ms)", "tpot_ms": "TPOT (ms)", "e2el_ms": "E2EL (ms)"}
+CAPTIONS = {
+    "latency": "Latency of the served requests on the simulated clock: share of requests not slower than.",
+    "load": "Requests that run and requests that wait, over the run.",
+}
+MEASURES = {
+    "served": ("requests served", ",.0f"),
+    "rejected": ("requests rejected", ",.0f"),
+    "cut": ("requests cut short by a limit", ",.0f"),
+    "requests_per_s": ("requests a second", ".3f"),
+    "output_tokens_per_s": ("output tokens a second", ",.0f"),
+    "goodput_per_s": ("goodput, requests a second", ".3f"),
+    "ttft_p50_ms": ("TTFT p50, ms", ",.1f"),
+    "ttft_p99_ms": ("TTFT p99, ms", ",.1f"),
+    "tpot_p50_ms": ("TPOT p50, ms", ",.2f"),
+    "tpot_p99_ms": ("TPOT p99, ms", ",.2f"),
+    "itl_p99_ms": ("ITL p99, ms", ",.2f"),
+    "e2el_p50_ms": ("E2EL p50, ms", ",.0f"),
+    "e2el_p99_ms": ("E2EL p99, ms", ",.0f"),
+    "mean_batch": ("requests in a step, mean", ".1f"),
+    "preemptions": ("preemptions", ",.0f"),
+    "recomputed_tokens": ("tokens computed again after them", ",.0f"),
+    "readmitted_hit_tokens": ("hit tokens of re-admissions (apart)", ",.0f"),
+}
+
+
+def latency(result: Result, ax: Axes | None = None, measure: str = "ttft_ms") -> Axes:
+    """Empirical distribution of a latency at the reference pool, all seeds; without `ax`, TTFT, TPOT and E2EL in three
+    panels (the first axes are returned)."""
+    if ax is not None:
+        return _distribution(result, ax, measure)
+    from kvarena.experiments.plots import _new_figure
+
+    panels = _new_figure((7.0, 2.8)).subplots(1, len(LATENCIES), sharey=True)
+    for panel, name in zip(panels, LATENCIES, strict=True):
+        _distribution(result, panel, name)
+        panel.set_ylabel("")
+    panels[0].set_ylabel("requests (%)")
+    panels[0].legend(loc="lower left", bbox_to_anchor=(0, 1.01), borderaxespad=0)
+    return panels[0]
+
+
+def _distribution(result: Result, ax: Axes, measure: str) -> Axes:
+    rows = _at_reference(result, result.requests)
+    for name, look in looks(result.manifest["allocators"]).items():
+        values = rows.loc[rows["allocator"] == name, measure].dropna().sort_values().to_list()
+        if not values:
+            ax.plot([], [], color=look.colour, label=f"{look.label}: no data")
+            continue
+        step = max(1, len(values) // MAX_POINTS)
+        picked = [*range(0, len(values), step), len(values) - 1]
+        shares = [100 * (place + 1) / len(values) for place in picked]
+        ax.plot([values[place] for place in picked], shares, linestyle=look.dashes, color=look.colour, label=look.label)
+    _log_axis(ax)
+    ax.set_ylim(0, 100)
+    ax.set_xlabel(LATENCIES[measure])
+    ax.set_ylabel("requests (%)")
+    return ax
+
+
+def _log_axis(ax: Axes) -> None:
+    """Few plain numbers: matplotlib's own labels of a short logarithmic axis run into each other."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    ax.set_xscale("log")
+    low, high = ax.get_xlim()
+    wide = high > 30 * low
+    ax.xaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 300 * low else (1.0, 3.0) if wide else (1.0, 2.0, 5.0)))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.xaxis.set_minor_locator(NullLocator())
+
+
+def load(result: Result, ax: Axes | None = None) -> Axes:
+    """Running (solid) and waiting (dotted) requests over time, first seed, reference pool."""
+    from kvarena.experiments.plots import _new_axes
+
+    ax = ax or _new_axes((6.4, 2.8))
+    rows = _at_reference(result, result.steps)
+    rows = rows[rows["seed"] == rows["seed"].min()]
+    for name, look in looks(result.manifest["allocators"]).items():
+        mine = rows[rows["allocator"] == name]
+        mine = mine.iloc[:: max(1, -(-len(mine) // MAX_POINTS))]
+        ax.plot(mine["time_s"], mine["running"], color=look.colour, label=f"running, {look.label}")
+        ax.plot(mine["time_s"], mine["waiting"], color=look.colour, linestyle=":", label="waiting")
+    ax.set_xlabel("time (s, simulated)")
+    ax.set_ylabel("requests")
+    ax.set_ylim(bottom=0)
+    ax.margins(x=0)
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2, borderaxespad=0)
+    return ax
+
+
+def _at_reference(result: Result, frame: pd.DataFrame) -> pd.DataFrame:
+    return frame[frame["pool_bytes"] == result.reference_pool]
+
+
+PLOTS: dict[str, Callable[..., Axes]] = {"latency": latency, "load": load}
+
+
+def engine_rows(result: Result) -> list[list[str]]:
+    """Text cells of the engine's measures at the reference pool, means over seeds, an allocator a column."""
+    table = _at_reference(result, result.summary)
+    rows = []
+    for column, (text, shape) in MEASURES.items():
+        cells = [text]
+        for name in result.allocators:
+            value = table.loc[table["allocator"] == name, column].astype(float).mean()
+            cells.append("–" if value != value else format(value, shape))
+        rows.append(cells)
+    return rows
+
+
+def engine_notes(result: Result) -> list[str]:
+    """What has to stand under the table: policy, limits, where the times come from."""
+    times = result.manifest["step_times"]
+    return [
+        f"policy: {result.manifest['policy']['label']}; goodput at {result.manifest['goodput_limits']}",
+        f"simulated clock; step times {times['source']}",
+    ]
+
+
+def engine_footer(config: dict[str, Any]) -> str:
+    """How the engine ran, for a figure's footer."""
+    engine = config["engine"]
+    return f"{engine['scheduler']} policy, lag {engine['result_lag']}, {engine['sessions']} sessions"

@@ -1,0 +1,221 @@
+"""What an engine run is asked to do, as data: [workload], [pool], [engine], and one [allocator].
+
+A preset is a whole server: scheduler, limits, result lag and allocator of one upstream. What is stated beside it wins.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from kvarena.experiments.config import PoolConfig, PositiveInt, WorkloadConfig, load_config, toml_value
+from kvarena.experiments.engine.scheduler import SchedulerConfig
+from kvarena.experiments.engine.step_time import HOST
+from kvarena.experiments.specs import AllocatorEntry, allocator_entry
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
+
+PositiveFloat = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+# Servers as they come. vLLM 0.32.0: class defaults of a server on a card of 70 GiB or more. SGLang 0.5.22: the budget
+# of a prefill pass and the ceiling of running requests on a card of that size, its default page size and order.
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "vllm-0.32.0": {
+        "engine": {"scheduler": "vllm", "max_num_batched_tokens": 8192, "max_num_seqs": 1024, "result_lag": 1},
+        "allocator": {"name": "vllm"},
+    },
+    "sglang-0.5.22": {
+        "engine": {
+            "scheduler": "sglang",
+            "max_num_batched_tokens": 16384,
+            "chunk_size": 8192,
+            "max_num_seqs": 4096,
+            "result_lag": 1,
+        },
+        "allocator": {"name": "sglang"},
+    },
+}
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class RunEngineConfig(_Section):
+    """The engine of a run. The scheduler's limits and options are those of `SchedulerConfig`.
+
+    executor        "simulated": a step-time model in place of a GPU
+    host            whose allocator time the host takes: "ours", or a recorded table
+    host_base_us    the rest of a step's host time, microseconds
+    step_times      JSON file of GPU coefficients; None: the checkout's calibration, else defaults that say so
+    sessions        "open": every request at the trace's time; "closed": a turn comes after the one before has ended
+    think_s         think time of closed sessions, seconds; None: from the trace
+    speed           arrivals come so many times faster
+    declared        what schedulers are told of an output: the "cap", the "true" length (oracle), or "noisy": the true
+                    length times a log-normal factor, never below it
+    ttft_ms, tpot_ms, e2el_ms  limits of goodput, milliseconds; None: no limit
+    steps_every     a row of steps.parquet every so many steps
+    check_every     verify the allocator every so many steps; 0: never
+    """
+
+    scheduler: Literal["vllm", "sglang"] = "vllm"
+    max_num_batched_tokens: PositiveInt = 8192
+    max_num_seqs: PositiveInt = 256
+    max_model_len: PositiveInt = 32_768
+    chunked_prefill: bool = True
+    chunk_size: PositiveInt | None = None
+    result_lag: Literal[0, 1] = 1
+    order: Literal["fcfs", "lpm", "dfs-weight", "priority"] = "fcfs"
+    prefix_deferral: bool | None = None
+    limits: Literal["exact", "upstream"] = "exact"
+    watermark: Share = 0.0
+    whole_prompt_gate: bool = True
+    max_num_active_seqs: PositiveInt | None = None
+    adaptive_cap: bool = False
+    conservativeness: Annotated[float, Field(ge=0)] = 1.0
+    executor: Literal["simulated"] = "simulated"
+    host: Literal["ours", "none", "ours-block", "ours-token", "vllm", "sglang"] = "ours"
+    host_base_us: Annotated[float, Field(ge=0)] = 0.0
+    step_times: StrictStr | None = None
+    sessions: Literal["open", "closed"] = "open"
+    think_s: Annotated[float, Field(ge=0)] | None = None
+    speed: PositiveFloat = 1.0
+    declared: Literal["cap", "true", "noisy"] = "cap"
+    declared_max_tokens: PositiveInt = 4096
+    ttft_ms: PositiveFloat | None = None
+    tpot_ms: PositiveFloat | None = None
+    e2el_ms: PositiveFloat | None = None
+    steps_every: PositiveInt = 10
+    check_every: Annotated[StrictInt, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _schedulable(self) -> RunEngineConfig:
+        config = self.scheduler_config()
+        if self.scheduler == "vllm" and config.max_num_batched_tokens < config.max_num_seqs:
+            tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
+            raise ValueError(f"max_num_batched_tokens {tokens} is less than max_num_seqs {seqs}")
+        return self
+
+    def scheduler_config(self) -> SchedulerConfig:
+        """The part that the scheduler gets."""
+        return SchedulerConfig(**{name: getattr(self, name) for name in SchedulerConfig.__dataclass_fields__})
+
+    def host_table(self, kind: str) -> str:
+        """Name of the host table; "ours" goes by the allocator's kind."""
+        if self.host != "ours":
+            return self.host
+        own = f"ours-{kind}"
+        return own if own in HOST else "ours-block"
+
+
+class RunConfig(_Section):
+    """One engine run."""
+
+    schema_version: Literal[1] = 1
+    preset: Literal["vllm-0.32.0", "sglang-0.5.22"] | None = None
+    workload: WorkloadConfig = WorkloadConfig()
+    pool: PoolConfig = PoolConfig(pool="16 GiB")
+    engine: RunEngineConfig = Field(default_factory=RunEngineConfig)
+    allocator: dict[str, Any] = Field(default_factory=lambda: {"name": "vllm"})
+
+    def entry(self) -> AllocatorEntry:
+        """The allocator, resolved. Raises ValueError for an unknown name, key or value."""
+        return allocator_entry(self.allocator)
+
+    def resolved(self) -> dict[str, Any]:
+        """Every field with its value, ready for TOML; what is None is left out. The allocator is a list of one, so
+        that finished runs can be laid over each other."""
+        data = self.model_dump(exclude={"allocator"}, exclude_none=True)
+        return {**data, "allocators": [self.entry().as_toml()]}
+
+
+SECTIONS: dict[str, type[_Section] | type[BaseModel]] = {
+    "workload": WorkloadConfig,
+    "pool": PoolConfig,
+    "engine": RunEngineConfig,
+}
+SECTION_OF = {field: name for name, section in SECTIONS.items() for field in section.model_fields}
+
+
+def load_run_config(path: Path, sets: Iterable[str] = ()) -> RunConfig:
+    """Read a TOML config of a run, with `key=value` pairs on top. Raises ValueError naming file and field."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read as a config ({error})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not TOML: {error}") from None
+    try:
+        return run_config(data, sets)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def resolved_config(path: Path, sets: Iterable[str] = ()) -> dict[str, Any]:
+    """A config file with every field resolved, whether it is one of a run (it has an [allocator], a preset or a
+    scheduler) or of a comparison."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        data = {}  # the loader below says what is wrong
+    engine = data.get("engine")
+    if {"allocator", "preset"} & set(data) or (isinstance(engine, Mapping) and "scheduler" in engine):
+        return load_run_config(path, sets).resolved()
+    return load_config(path, sets).resolved()
+
+
+def run_config(data: Mapping[str, Any], sets: Iterable[str] = ()) -> RunConfig:
+    """Validate sections, with a preset underneath and `key=value` pairs on top. Raises ValueError naming the field."""
+    given = {name: dict(part) if isinstance(part, Mapping) else part for name, part in data.items()}
+    _one_allocator(given)
+    for item in sorted(sets, key=lambda item: not item.startswith("allocator.kind=")):
+        _set(given, item)
+    preset = PRESETS.get(str(given.get("preset")), {})
+    if "engine" in preset:
+        given["engine"] = {**preset["engine"], **given.get("engine", {})}
+        given.setdefault("allocator", preset["allocator"])
+    try:
+        config = RunConfig(**given)
+    except ValidationError as error:
+        raise ValueError(_first_fault(error)) from None
+    config.entry()
+    return config
+
+
+def _one_allocator(given: dict[str, Any]) -> None:
+    listed = given.pop("allocators", None)
+    if listed is None:
+        return
+    if "allocator" in given or not isinstance(listed, list) or len(listed) != 1:
+        raise ValueError("allocators: a run takes one [allocator]; `kvarena compare` takes several")
+    given["allocator"] = {"name": listed[0]} if isinstance(listed[0], str) else dict(listed[0])
+
+
+def _set(given: dict[str, Any], item: str) -> None:
+    key, separator, raw = item.partition("=")
+    parts = key.strip().split(".")
+    if not separator:
+        raise ValueError(f"--set expects key=value, found {item!r}")
+    if parts[0] in SECTION_OF and parts[0] not in SECTIONS:
+        parts = [SECTION_OF[parts[0]], *parts]
+    if parts == ["preset"]:
+        given["preset"] = toml_value(raw)
+        return
+    if len(parts) != 2 or parts[0] not in (*SECTIONS, "allocator"):
+        raise ValueError(f"{key}: unknown field; known: preset, allocator.FIELD, {', '.join(SECTION_OF)}")
+    section = given.setdefault(parts[0], {})
+    if parts == ["allocator", "kind"]:
+        # Another kind starts from its own preset: fields of the one before need not fit it.
+        section.clear()
+    section[parts[1]] = toml_value(raw)
+
+
+def _first_fault(error: ValidationError) -> str:
+    item = error.errors()[0]
+    name = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        section = SECTIONS.get(str(item["loc"][0]), RunConfig)
+        return f"{name}: unknown key; known: {', '.join(section.model_fields)}"
+    return f"{name}: {item['msg'].removeprefix('Value error, ')}; found {item['input']!r}"[:400]
