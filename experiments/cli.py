@@ -10,7 +10,6 @@ import typer
 from kvarena.experiments.bench.cli import bench_app
 from kvarena.experiments.commands import add_commands
 from kvarena.experiments.engine.commands import add_run_command
-from kvarena.experiments.engine.commands import add_run_command
 from kvarena.experiments.traces.cli import trace_app
 
 app = typer.Typer(
@@ -43,7 +42,6 @@ def main() -> None:
 
 
 add_commands(app)
-add_run_command(app)
 add_run_command(app)
 
 
