@@ -201,7 +201,7 @@ class BlockAllocator(KVAllocator):
         row = plan.row
         freed = self._drop_left_behind(plan)
         taken, evicted = self._take(row, plan.take) if plan.take else ((), ())
-        duplicates = self._publish(row, plan.end)
+        duplicates = self._publish(row, plan.end) if row.publishes else ()
         row.settled = self._settled(row)
         if not (taken or duplicates or plan.low < plan.high):
             return row.nothing_new()
@@ -237,8 +237,6 @@ class BlockAllocator(KVAllocator):
 
     def _publish(self, row: Row, end: int) -> Pages:
         """Offer the full pages of tokens [0, end) that are known to the cache; returns the duplicates among them."""
-        if not row.publishes:
-            return ()
         seq = row.seq
         full = min(end, seq.num_tokens) // self.page_size
         if seq.page_hashes is not None:
@@ -287,7 +285,7 @@ class BlockAllocator(KVAllocator):
         duplicates: Pages = ()
         if n > seq.num_computed_tokens:
             seq.num_computed_tokens = n
-        elif n >= (row.published + 1) * self.page_size:
+        elif row.publishes and n >= (row.published + 1) * self.page_size:
             duplicates = self._publish(row, n)
             row.settled = self._settled(row)
         if n > row.committed:

@@ -28,7 +28,7 @@ class HashedRow(Row):
         self.chain = chain
 
 
-class HashedPages(PageStore):
+class HashedPages(PageStore[HashedRow]):
     """Free queue, ref counts and page index. A page stands in the queue exactly when its ref count is 0."""
 
     def __init__(
@@ -71,12 +71,12 @@ class HashedPages(PageStore):
         _extend(chain, seq, seq.num_tokens // self.page_size)
         return chain
 
-    def num_idle(self, rows: list[Row]) -> int:
+    def num_idle(self, rows: list[HashedRow]) -> int:
         refs = self.refs
         pages = rows[0].pages if len(rows) == 1 else {page for row in rows for page in row.pages}
         return [refs[page] for page in pages].count(0)
 
-    def touch(self, row: Row) -> None:
+    def touch(self, row: HashedRow) -> None:
         refs = self.refs
         held = [page for page in row.pages if refs[page] and page != PADDING_PAGE]
         idle = [page for page in row.pages if not refs[page]]
@@ -88,7 +88,7 @@ class HashedPages(PageStore):
             refs[page] += 1
             self.shared += refs[page] == 2
 
-    def take(self, row: Row, count: int) -> tuple[list[int], list[int]]:
+    def take(self, row: HashedRow, count: int) -> tuple[list[int], list[int]]:
         taken = self.free_queue.take(count)
         evicted = self.index.drop(taken) if self.evictable else []
         self.evictable -= len(evicted)
@@ -98,23 +98,23 @@ class HashedPages(PageStore):
         row.pages.extend(taken)
         return taken, evicted
 
-    def publish(self, row: Row, start: int, end: int) -> list[int]:
+    def publish(self, row: HashedRow, start: int, end: int) -> list[int]:
         chain = _chain_of(row)
         _extend(chain, row.seq, end)
         return self.index.publish(row.pages[start:end], chain, start)
 
-    def unpublish(self, row: Row, start: int) -> list[int]:
+    def unpublish(self, row: HashedRow, start: int) -> list[int]:
         dropped = self.index.drop(row.pages[start : row.published])
         self.withdrawn.update(page for page in dropped if self.refs[page] > 1)
         return dropped
 
-    def let_go(self, row: Row) -> tuple[list[int], list[int]]:
+    def let_go(self, row: HashedRow) -> tuple[list[int], list[int]]:
         return self._let_go(row.pages[::-1])
 
     def num_holders(self, page: int) -> int:
         return self.refs[page]
 
-    def let_go_part(self, row: Row, low: int, high: int) -> list[int]:
+    def let_go_part(self, row: HashedRow, low: int, high: int) -> list[int]:
         pages = row.pages[low:high]
         row.pages[low:high] = array("i", [PADDING_PAGE]) * len(pages)
         freed, cached = self._let_go(pages[::-1])
@@ -160,14 +160,14 @@ class HashedPages(PageStore):
     def queue(self) -> Iterator[int]:
         return iter(self.free_queue)
 
-    def marks(self, rows: Iterable[Row]) -> Mapping[int, str]:
+    def marks(self, rows: Iterable[HashedRow]) -> Mapping[int, str]:
         refs = self.refs
         return {
             page: ("*" if self.index.keys[page] is not None else "") + (f"({refs[page]})" if refs[page] > 1 else "")
             for page in range(1, self.num_pages + 1)
         }
 
-    def problems(self, rows: list[Row], pins: list[Row]) -> list[str]:
+    def problems(self, rows: list[HashedRow], pins: list[HashedRow]) -> list[str]:
         """Costs the hashing of every cached text again."""
         found = self.free_queue.problems()
         if found:  # the links cannot be walked
@@ -180,7 +180,7 @@ class HashedPages(PageStore):
             *self.index.problems(),
         ]
 
-    def _key_problems(self, rows: list[Row]) -> Iterator[str]:
+    def _key_problems(self, rows: list[HashedRow]) -> Iterator[str]:
         keys = self.index.keys
         if keys[PADDING_PAGE] is not None:
             yield "the padding page has a key"
@@ -208,8 +208,8 @@ class HashedPages(PageStore):
             yield f"shared is {self.shared}, counted {shared}"
 
 
-def _chain_of(row: Row) -> PageChain:
-    if not isinstance(row, HashedRow) or row.chain is None:
+def _chain_of(row: HashedRow) -> PageChain:
+    if row.chain is None:
         raise ValueError(f"request {row.seq.request_id!r} has no keys: nothing of it is cached")
     return row.chain
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from kvarena.allocators.interface import Commit, Reservation, Sequence
 
@@ -77,7 +77,10 @@ class Plan:
         self.high = high
 
 
-class PageStore(ABC):
+RowT = TypeVar("RowT", bound=Row)
+
+
+class PageStore(ABC, Generic[RowT]):
     """Pages 1..num_pages: who holds them, what they serve, in which order they are taken.
 
     queued      pages that nobody holds, evictable ones included
@@ -92,38 +95,38 @@ class PageStore(ABC):
     duplicates: int
 
     @abstractmethod
-    def lookup(self, seq: Sequence, limit: int) -> Row:
+    def lookup(self, seq: Sequence, limit: int) -> RowT:
         """A row with the longest cached prefix of at most `limit` pages. Touches nothing."""
 
     @abstractmethod
-    def num_idle(self, rows: list[Row]) -> int:
+    def num_idle(self, rows: list[RowT]) -> int:
         """Different pages that these rows, not held yet, name and nobody holds."""
 
     @abstractmethod
-    def touch(self, row: Row) -> None:
+    def touch(self, row: RowT) -> None:
         """Hold the pages that a look-up found."""
 
     @abstractmethod
-    def take(self, row: Row, count: int) -> tuple[Pages, Pages]:
+    def take(self, row: RowT, count: int) -> tuple[Pages, Pages]:
         """Give the first `count` pages of the queue to `row`: (pages, those whose content went), in order."""
 
     @abstractmethod
-    def publish(self, row: Row, start: int, end: int) -> Pages:
+    def publish(self, row: RowT, start: int, end: int) -> Pages:
         """Let the pages at positions [start, end) serve their text; returns the duplicates among them."""
 
     @abstractmethod
-    def unpublish(self, row: Row, start: int) -> Pages:
+    def unpublish(self, row: RowT, start: int) -> Pages:
         """The row's published pages from position `start` on stop serving; returns them."""
 
     @abstractmethod
-    def let_go(self, row: Row) -> tuple[Pages, Pages]:
+    def let_go(self, row: RowT) -> tuple[Pages, Pages]:
         """Free a whole row, last page first: (pages now without content, pages still cached) that nobody holds."""
 
     def num_holders(self, page: int) -> int:
         """Rows that hold a page."""
         raise NotImplementedError(f"{type(self).__name__} counts no single pages")
 
-    def let_go_part(self, row: Row, low: int, high: int) -> Pages:
+    def let_go_part(self, row: RowT, low: int, high: int) -> Pages:
         """Free the row entries [low, high), last first, and leave padding in their place."""
         raise NotImplementedError(f"{type(self).__name__} keeps whole rows")
 
@@ -140,11 +143,11 @@ class PageStore(ABC):
         """Pages that nobody holds, the next to be taken first."""
 
     @abstractmethod
-    def marks(self, rows: Iterable[Row]) -> Mapping[int, str]:
+    def marks(self, rows: Iterable[RowT]) -> Mapping[int, str]:
         """For a display: `*` for a page that serves hits, and its ref count when more than one."""
 
     @abstractmethod
-    def problems(self, rows: list[Row], pins: list[Row]) -> list[str]:
+    def problems(self, rows: list[RowT], pins: list[RowT]) -> list[str]:
         """Broken invariants as sentences, everything recomputed; empty when sound."""
 
 

@@ -16,7 +16,7 @@ from kvarena.allocators.block_rows import PageStore, Row, holders, state_problem
 from kvarena.allocators.config import Design
 from kvarena.allocators.interface import AllocatorError, Sequence
 from kvarena.prefix.page_text import TOKEN_BYTES, encode, page_extras
-from kvarena.prefix.run_tree import NO_EXTRAS, Extras, Node, Run, RunTree
+from kvarena.prefix.run_tree import NO_EXTRAS, Extras, Node, Run, RunTree, idle_parts
 from kvarena.prefix.run_tree_check import holder_problems, text_above, tree_problems
 
 
@@ -42,7 +42,7 @@ class RunRow(Row):
         self.extras: Extras = NO_EXTRAS
 
 
-class PageRuns(PageStore):
+class PageRuns(PageStore[RunRow]):
     """A stack of pages without content, its end being the head of the queue, and a tree of runs behind it."""
 
     def __init__(self, num_pages: int, design: Design) -> None:
@@ -74,15 +74,17 @@ class PageRuns(PageStore):
         if not self._caches:
             return row
         given = seq.page_hashes is not None
-        row.width = TOKEN_BYTES * (1 if given else self.page_size)
+        row.width = TOKEN_BYTES if given else self.page_size * TOKEN_BYTES
         row.root = given if seq.namespace is None else (given, encode(seq.namespace), seq.namespace)
         if seq.extra_keys and not given:
             row.extras = {page: tuple(extra) for page, *extra in page_extras(seq.extra_keys, self.page_size)}
         self._find(row, limit)
-        for run in row.found:
-            row.pages += run.pages
-        del row.pages[row.adopted :]
-        row.committed = row.adopted * self.page_size
+        if row.adopted:
+            pages = row.pages
+            for run in row.found:
+                pages += run.pages
+            del pages[row.adopted :]
+            row.committed = row.adopted * self.page_size
         return row
 
     def _find(self, row: RunRow, limit: int) -> None:
@@ -91,20 +93,20 @@ class PageRuns(PageStore):
             text = _text(row.seq)
             limit = min(limit, len(text) // row.width)
             row.found, row.adopted = self.tree.match(root, text, limit, row.extras)
-        row.published = row.adopted
+            row.published = row.adopted
         row.version = self.tree.version
 
-    def num_idle(self, rows: list[Row]) -> int:
+    def num_idle(self, rows: list[RunRow]) -> int:
+        if len(rows) == 1:
+            return sum([count for _, count in idle_parts(self._matched(rows[0]), rows[0].adopted)])
         most: dict[Run, int] = {}
         for row in rows:
-            found = self._matched(row)
-            for run, count in self.tree.idle_parts(found, row.adopted).items():
+            for run, count in idle_parts(self._matched(row), row.adopted):
                 most[run] = max(count, most.get(run, 0))
         return sum(most.values())
 
-    def _matched(self, row: Row) -> list[Run]:
+    def _matched(self, row: RunRow) -> list[Run]:
         """The runs of a pin. Looked up again if the tree was cut meanwhile: the same pages in other parts."""
-        row = _as_runs(row)
         if row.version != self.tree.version and row.adopted:
             adopted = row.adopted
             self._find(row, adopted)
@@ -112,8 +114,7 @@ class PageRuns(PageStore):
                 raise AllocatorError(f"request {row.seq.request_id!r}: {adopted} pinned pages, {row.adopted} are left")
         return row.found
 
-    def touch(self, row: Row) -> None:
-        row = _as_runs(row)
+    def touch(self, row: RunRow) -> None:
         if not row.publishes:
             return
         runs, node = self.tree.hold(self._matched(row), row.adopted)
@@ -122,7 +123,7 @@ class PageRuns(PageStore):
         row.node.users += 1
         row.found = []
 
-    def take(self, row: Row, count: int) -> tuple[array[int], array[int]]:
+    def take(self, row: RunRow, count: int) -> tuple[array[int], array[int]]:
         clean = min(count, len(self.stack))
         taken = self.stack[: -clean - 1 : -1]
         del self.stack[len(self.stack) - clean :]
@@ -131,8 +132,7 @@ class PageRuns(PageStore):
         row.pages += taken
         return taken, evicted
 
-    def publish(self, row: Row, start: int, end: int) -> array[int]:
-        row = _as_runs(row)
+    def publish(self, row: RunRow, start: int, end: int) -> array[int]:
         node, pages, text = _node_of(row), row.pages[start:end], _text_between(row, start, end)
         if row.parts and not row.extras:
             run, count = row.parts[-1]
@@ -146,17 +146,16 @@ class PageRuns(PageStore):
         row.node = last
         return duplicates
 
-    def unpublish(self, row: Row, start: int) -> array[int]:
+    def unpublish(self, row: RunRow, start: int) -> array[int]:
         end = row.published
-        for run, count in reversed(_as_runs(row).parts):
+        for run, count in reversed(row.parts):
             if end <= start:
                 break
             self.tree.unpublish(run, count, max(start - (end - count), 0))
             end -= count
         return row.pages[start : row.published]
 
-    def let_go(self, row: Row) -> tuple[array[int], array[int]]:
-        row = _as_runs(row)
+    def let_go(self, row: RunRow) -> tuple[array[int], array[int]]:
         freed, cached = row.pages[: row.published - 1 if row.published else None : -1], array("i")
         for run, count in reversed(row.parts):
             self.tree.let_go(run, count, freed, cached)
@@ -179,7 +178,7 @@ class PageRuns(PageStore):
         for run in self.tree.idle():
             yield from reversed(run.pages)
 
-    def marks(self, rows: Iterable[Row]) -> Mapping[int, str]:
+    def marks(self, rows: Iterable[RunRow]) -> Mapping[int, str]:
         runs = [*self.tree.idle(), *(run for row in rows for run in _runs_of(row))]
         return {
             page: ("" if run.node is None else "*") + (f"({run.refs})" if run.refs > 1 else "")
@@ -187,7 +186,7 @@ class PageRuns(PageStore):
             for page in run.pages
         }
 
-    def problems(self, rows: list[Row], pins: list[Row]) -> list[str]:
+    def problems(self, rows: list[RunRow], pins: list[RunRow]) -> list[str]:
         """Costs one walk over the tree and one comparison of each live row's text."""
         found = tree_problems(self.tree)
         if found:  # the lists cannot be walked
@@ -197,12 +196,12 @@ class PageRuns(PageStore):
         found = [f"page {page} stands in the queue twice" for page, n in Counter(queued).items() if n > 1]
         found += state_problems(self.num_pages, self._page_refs(live), set(queued), holders(live))
         held = Counter(run for row in live for run in _runs_of(row))
-        found += holder_problems(self.tree, held, Counter(id(_as_runs(row).node) for row in live))
+        found += holder_problems(self.tree, held, Counter(id(row.node) for row in live))
         for row in live:
-            found += _row_problems(_as_runs(row))
+            found += _row_problems(row)
         return found
 
-    def _page_refs(self, rows: list[Row]) -> Mapping[int, int]:
+    def _page_refs(self, rows: list[RunRow]) -> Mapping[int, int]:
         refs: Counter[int] = Counter(page for row in rows for page in row.pages[row.published :])
         runs = {*self.tree.idle(), *(run for row in rows for run in _runs_of(row))}
         refs.update({page: run.refs for run in runs for page in run.pages})
@@ -218,22 +217,16 @@ def _row_problems(row: RunRow) -> Iterator[str]:
         yield f"request {name}: its text is not that of the node where it ends"
 
 
-def _runs_of(row: Row) -> list[Run]:
+def _runs_of(row: RunRow) -> list[Run]:
     """Every run that a row holds, deepest first."""
     runs: list[Run] = []
-    for last, count in reversed(_as_runs(row).parts):
+    for last, count in reversed(row.parts):
         run: Run | None = last
         while count > 0 and run is not None:
             runs.append(run)
             count -= len(run.pages)
             run = run.front
     return runs
-
-
-def _as_runs(row: Row) -> RunRow:
-    if not isinstance(row, RunRow):
-        raise TypeError(f"request {row.seq.request_id!r}: a row of another form")
-    return row
 
 
 def _node_of(row: RunRow) -> Node:

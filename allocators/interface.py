@@ -138,7 +138,7 @@ class Sequence:
         self.oracle_tokens = oracle_tokens
         self.token_ids = as_token_buffer(token_ids)
         self.namespace = namespace
-        self.extra_keys = tuple(tuple(item) for item in extra_keys)
+        self.extra_keys = tuple(map(tuple, extra_keys))
         self.page_hashes = None if page_hashes is None else as_token_buffer(page_hashes)
         self.memo: Any = None
         self.num_unnamed_tokens = 0
@@ -146,14 +146,13 @@ class Sequence:
             if self.token_ids or num_tokens is None:
                 raise ValueError(f"request {request_id}: page_hashes come with num_tokens and without token_ids")
             self.num_unnamed_tokens = num_tokens
-        if self.num_tokens == 0:
+        known = self.num_tokens
+        if known == 0:
             raise ValueError(f"request {request_id}: the prompt is empty; at least one token is needed")
-        self.num_prompt_tokens = self.num_tokens if num_prompt_tokens is None else num_prompt_tokens
-        if not 0 < self.num_prompt_tokens <= self.num_tokens:
-            raise ValueError(
-                f"request {request_id}: num_prompt_tokens is {self.num_prompt_tokens}, expected 1..{self.num_tokens}"
-            )
-        self.num_prefill_tokens = self.num_tokens
+        self.num_prompt_tokens = known if num_prompt_tokens is None else num_prompt_tokens
+        if not 0 < self.num_prompt_tokens <= known:
+            raise ValueError(f"request {request_id}: num_prompt_tokens is {num_prompt_tokens}, expected 1..{known}")
+        self.num_prefill_tokens = known
         self.num_computed_tokens = 0
 
     @property

@@ -114,30 +114,24 @@ class RunTree:
         """
         runs: list[Run] = []
         node, done, width = root, 0, root.width
+        key: Key
+        stop = limit
         while done < limit:
-            key, stop = _next_key(text, done, limit, width, extras)
+            start = done * width
+            key = text[start : start + width]
+            if extras:
+                key, stop = _next_key(key, done, limit, extras)
             child = node.children.get(key)
             if child is None or not child.copies:
                 break
             run = child.copies[0]
             size = len(run.pages)
             runs.append(run)
-            if size > stop - done or not text.startswith(child.edge, done * width):
-                done += _pages_in_common(child.edge, text, done * width, width, min(size, stop - done))
+            if size > stop - done or not text.startswith(child.edge, start):
+                done += _pages_in_common(child.edge, text, start, width, min(size, stop - done))
                 break
             node, done = child, done + size
         return runs, done
-
-    @staticmethod
-    def idle_parts(runs: list[Run], num_pages: int) -> dict[Run, int]:
-        """Pages of each idle run among the first `num_pages` pages of a match."""
-        found: dict[Run, int] = {}
-        for run in runs:
-            size = min(len(run.pages), num_pages)
-            num_pages -= size
-            if not run.refs:
-                found[run] = size
-        return found
 
     # holding
 
@@ -209,10 +203,13 @@ class RunTree:
         runs: list[Run] = []
         duplicates: array[int] = array("i")
         done, count, width = 0, len(pages), node.width
-        if extras:
-            extras = {position - start: extra for position, extra in extras.items()}
+        key: Key
+        stop = count
         while done < count:
-            key, stop = _next_key(text, done, count, width, extras)
+            key = text[done * width : (done + 1) * width]
+            if extras:
+                key, stop = _next_key(key, start + done, start + count, extras)
+                stop -= start
             child = self._child(node, key, text, done, stop)
             size = len(child)
             run = Run(child, pages[done : done + size], 1)
@@ -336,14 +333,22 @@ class RunTree:
         return self.evict(self.evictable)
 
 
-def _next_key(text: bytes, done: int, limit: int, width: int, extras: Extras) -> tuple[Key, int]:
-    """Key of page `done`, and the page before which an edge that starts there ends at the latest."""
-    page = text[done * width : (done + 1) * width]
-    if not extras:
-        return page, limit
-    if done in extras:
-        return (page, extras[done]), done + 1
-    return page, min([limit, *(position for position in extras if position > done)])
+def idle_parts(runs: list[Run], num_pages: int) -> list[tuple[Run, int]]:
+    """Idle runs among the first `num_pages` pages of a match, and how many pages of each count."""
+    if not runs:
+        return []
+    found = [(run, len(run.pages)) for run in runs if not run.refs]
+    last = runs[-1]
+    if not last.refs:
+        found[-1] = (last, num_pages - sum([len(run.pages) for run in runs[:-1]]))
+    return found
+
+
+def _next_key(page: bytes, position: int, limit: int, extras: Extras) -> tuple[Key, int]:
+    """Key of the page at `position`, and the page before which an edge that starts there ends at the latest."""
+    if position in extras:
+        return (page, extras[position]), position + 1
+    return page, min([limit, *(other for other in extras if other > position)])
 
 
 def _pages_in_common(edge: bytes, text: bytes, start: int, width: int, limit: int) -> int:
