@@ -22,7 +22,7 @@ def add_run_command(app: typer.Typer) -> None:
 
 def run(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG.toml]", help="[workload] [pool] [engine] [allocator].")
+        Path | None, typer.Argument(metavar="[CONFIG.toml]", help="Sections workload, pool, engine, allocator; the defaults without one.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the result; without it, only the tables.")] = None,
     set_: Annotated[
