@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -25,12 +26,20 @@ app.add_typer(bench_app)
 
 
 def run() -> None:
-    """Entry point: a bad argument or file is one clear line and exit code 2; Ctrl-C is 130."""
+    """Entry point. One clear line and exit code 2 for a bad argument or file, 1 for a failing disk; 130 for Ctrl-C,
+    141 for a closed pipe."""
     try:
         app()
     except ValueError as error:
         print(f"kvarena: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except BrokenPipeError:
+        # The reader of a pipe went away (`| head`); what is left in stdout's buffer has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
+    except OSError as error:
+        print(f"kvarena: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("kvarena: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
@@ -70,8 +79,9 @@ def scenario(
     if scheduler is not None:
         from kvarena.experiments.engine.scenario import write_sched_logs
 
-        options = {"allocator": allocator, "lag": lag, "order": order, "page_size": page_size, "check": check}
-        write_sched_logs(path, scheduler, out, **options)
+        write_sched_logs(
+            path, scheduler, out, allocator=allocator, lag=lag, order=order, page_size=page_size, check=check
+        )
         return
     allocator = allocator or "block"
     if allocator not in ("block", "token"):

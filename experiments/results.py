@@ -254,8 +254,11 @@ class finished_folder:
 
 
 def refuse_foreign(out: Path) -> None:
-    """Raise ValueError when `out` is there and is neither empty nor an earlier result."""
+    """Raise ValueError when `out` cannot be made, or is there and is neither empty nor an earlier result."""
     if not out.exists():
+        parent = next(folder for folder in out.absolute().parents if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise ValueError(f"{out}: cannot be written, {parent} is no folder that takes files")
         return
     if not out.is_dir():
         raise ValueError(f"{out}: expected a folder, found a file")

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -44,7 +45,7 @@ def test_compare_prints_tables_on_stdout_and_progress_on_stderr(chat):
     assert "Token hit rate over first admissions, chat" in done.stdout
     assert "First request on which the designs differ" in done.stdout
     assert "replay" not in done.stdout.split("Token hit rate")[0]
-    assert re.search(r"\d+/\d+", done.stderr)
+    assert re.search(r"^replay 4 of 4: sglang 900 MiB, about \d+ s left$", done.stderr, re.MULTILINE)
     assert "result in" in done.stderr
 
 
@@ -190,6 +191,25 @@ def test_config_init_show_and_diff(tmp_path):
     differing = kvarena("config", "diff", path, resolved)
     assert (differing.returncode, differing.stdout) == (1, "engine.live: 1 -> 4\n")
     assert kvarena("config", "diff", path, path).returncode == 0
+
+
+def test_a_reader_that_goes_away_is_no_traceback(chat):
+    done = subprocess.run(
+        f"'{sys.executable}' -m kvarena config show | true", shell=True, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_interrupt_leaves_nothing_and_exits_130(tmp_path):
+    arguments = ("chat", "--out", tmp_path / "out", "--set", "options.num_sessions=3000", "--set", "kernel_batches=0")
+    command = [sys.executable, "-m", "kvarena", "compare", *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr.readline().startswith("replay 1 of 16")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- the demo, and what it must not need ---

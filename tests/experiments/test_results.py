@@ -158,6 +158,12 @@ def test_a_damaged_folder_is_one_clear_error(saved, tmp_path, name, damage):
         load_result(out)
 
 
+def test_an_unwritable_place_is_refused_before_anything_runs(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="no folder that takes files"):
+        small(out=tmp_path / "file" / "out")
+
+
 # --- laying over ---
 
 
