@@ -22,7 +22,7 @@ from itertools import islice
 from typing import Any
 
 from kvarena.allocators.block_hashed import HashedPages
-from kvarena.allocators.block_rows import Pages, PageStore, Plan, Row
+from kvarena.allocators.block_rows import PageStore, Plan, Row
 from kvarena.allocators.block_runs import PageRuns
 from kvarena.allocators.config import Design
 from kvarena.allocators.interface import (
@@ -157,7 +157,7 @@ class BlockAllocator(KVAllocator):
     def _num_served(self, work: list[Plan]) -> int:
         """How many plans fit, in order. Counts the pages that pins hold and that windows free on the way."""
         room = self._store.queued
-        unheld = [row for row in self._pins.values() if not row.held]
+        unheld = [row for row in self._pins.values() if not row.held] if self._pins else []
         if unheld:
             room -= self._store.num_idle(unheld)
         dropped: dict[int, int] = {}
@@ -200,13 +200,12 @@ class BlockAllocator(KVAllocator):
     def _serve(self, plan: Plan) -> Reservation:
         row = plan.row
         freed = self._drop_left_behind(plan)
-        taken, evicted = self._take(row, plan.take) if plan.take else ((), ())
+        taken, evicted = self._take(row, plan.take) if plan.take else (array("i"), ())
         duplicates = self._publish(row, plan.end) if row.publishes else ()
         row.settled = self._settled(row)
         if not (taken or duplicates or plan.low < plan.high):
             return row.nothing_new()
-        pages = taken if isinstance(taken, array) else array("i", taken)
-        return Reservation(row.seq, pages, (), _ids(evicted), _ids(freed), _ids(duplicates), (plan.low, plan.high))
+        return Reservation(row.seq, taken, (), evicted, freed, duplicates, (plan.low, plan.high))
 
     def _settled(self, row: Row) -> int:
         """Tokens up to which a `reserve` for this row finds nothing to do: no page to take, publish or drop."""
@@ -215,7 +214,7 @@ class BlockAllocator(KVAllocator):
         slots = len(row.pages) * self.page_size
         return min(slots, (row.published + 1) * self.page_size - 1) if row.publishes else slots
 
-    def _take(self, row: Row, count: int) -> tuple[Pages, Pages]:
+    def _take(self, row: Row, count: int) -> tuple[array[int], PageIds]:
         taken, evicted = self._store.take(row, count)
         self._wasted += count * self.page_size
         if self.events.enabled:
@@ -224,7 +223,7 @@ class BlockAllocator(KVAllocator):
             self.events.add(EventKind.RESERVE, row.seq.request_id, taken)
         return taken, evicted
 
-    def _drop_left_behind(self, plan: Plan) -> Pages:
+    def _drop_left_behind(self, plan: Plan) -> PageIds:
         if plan.low == plan.high:
             return ()
         pages = plan.row.pages[plan.low : plan.high]
@@ -235,7 +234,7 @@ class BlockAllocator(KVAllocator):
 
     # publish
 
-    def _publish(self, row: Row, end: int) -> Pages:
+    def _publish(self, row: Row, end: int) -> PageIds:
         """Offer the full pages of tokens [0, end) that are known to the cache; returns the duplicates among them."""
         seq = row.seq
         full = min(end, seq.num_tokens) // self.page_size
@@ -247,16 +246,16 @@ class BlockAllocator(KVAllocator):
         if self._window is None:
             duplicates = self._publish_pages(row, start, full)
         else:
-            duplicates = [
+            duplicates = tuple(
                 page
                 for position in range(start, full)
                 if row.pages[position] and self._window.retains(position, seq.num_prompt_tokens)
                 for page in self._publish_pages(row, position, position + 1)
-            ]
+            )
         row.published = full
         return duplicates
 
-    def _publish_pages(self, row: Row, start: int, end: int) -> Pages:
+    def _publish_pages(self, row: Row, start: int, end: int) -> PageIds:
         duplicates = self._store.publish(row, start, end)
         if self.events.enabled:
             self.events.add(EventKind.PUBLISH, row.seq.request_id, row.pages[start:end])
@@ -282,7 +281,7 @@ class BlockAllocator(KVAllocator):
             raise ValueError(
                 f"request {seq.request_id!r}: commits {n} tokens, has slots for {len(row.pages) * self.page_size}"
             )
-        duplicates: Pages = ()
+        duplicates: PageIds = ()
         if n > seq.num_computed_tokens:
             seq.num_computed_tokens = n
         elif row.publishes and n >= (row.published + 1) * self.page_size:
@@ -291,28 +290,26 @@ class BlockAllocator(KVAllocator):
         if n > row.committed:
             self._wasted -= n - row.committed
             row.committed = n
-        return Commit(seq, duplicates=_ids(duplicates)) if duplicates else row.nothing_published()
+        return Commit(seq, duplicates=duplicates) if duplicates else row.nothing_published()
 
     def release(self, seqs: Iterable[Sequence], reason: Release) -> Released:
         """Free each sequence's pages, last page first. A sequence that holds nothing is passed over.
 
         ABORT also takes back what was published but not committed.
         """
-        freed: array[int] = array("i")
-        cached: array[int] = array("i")
-        evicted: array[int] = array("i")
+        freed: PageIds = ()
+        cached: PageIds = ()
+        evicted: PageIds = ()
         for seq in seqs:
             row = self._remove_row(seq)
             if row is None or not row.held:
                 continue
             if reason is Release.ABORT:
-                evicted.extend(self._unpublish(row))
-            pages = row.pages[::-1]
+                evicted = _joined(evicted, self._unpublish(row))
             without_content, with_content = self._store.let_go(row)
-            freed.extend(without_content)
-            cached.extend(with_content)
+            freed, cached = _joined(freed, without_content), _joined(cached, with_content)
             if self.events.enabled:
-                self.events.add(EventKind.RELEASE, seq.request_id, filter(None, pages), reason.value)
+                self.events.add(EventKind.RELEASE, seq.request_id, filter(None, row.pages[::-1]), reason.value)
         return Released(freed, cached, evicted)
 
     def _remove_row(self, seq: Sequence) -> Row | None:
@@ -327,7 +324,7 @@ class BlockAllocator(KVAllocator):
         seq.num_computed_tokens = 0
         return row
 
-    def _unpublish(self, row: Row) -> Pages:
+    def _unpublish(self, row: Row) -> PageIds:
         start = max(row.adopted, row.committed // self.page_size)
         if start >= row.published:
             return ()
@@ -448,8 +445,8 @@ def _make_store(
     return PageRuns(num_pages, design)
 
 
-def _ids(pages: Pages) -> PageIds:
-    return tuple(pages) if isinstance(pages, list) else pages
+def _joined(left: PageIds, right: PageIds) -> PageIds:
+    return array("i", [*left, *right]) if left and right else left or right
 
 
 def _listed(pages: Iterable[int], marks: Any) -> str:

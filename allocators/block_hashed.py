@@ -88,37 +88,39 @@ class HashedPages(PageStore[HashedRow]):
             refs[page] += 1
             self.shared += refs[page] == 2
 
-    def take(self, row: HashedRow, count: int) -> tuple[list[int], list[int]]:
+    def take(self, row: HashedRow, count: int) -> tuple[array[int], tuple[int, ...]]:
         taken = self.free_queue.take(count)
         evicted = self.index.drop(taken) if self.evictable else []
         self.evictable -= len(evicted)
         refs = self.refs
         for page in taken:
             refs[page] = 1
-        row.pages.extend(taken)
-        return taken, evicted
+        pages = array("i", taken)
+        row.pages += pages
+        return pages, tuple(evicted)
 
-    def publish(self, row: HashedRow, start: int, end: int) -> list[int]:
+    def publish(self, row: HashedRow, start: int, end: int) -> tuple[int, ...]:
         chain = _chain_of(row)
         _extend(chain, row.seq, end)
-        return self.index.publish(row.pages[start:end], chain, start)
+        return tuple(self.index.publish(row.pages[start:end], chain, start))
 
-    def unpublish(self, row: HashedRow, start: int) -> list[int]:
+    def unpublish(self, row: HashedRow, start: int) -> tuple[int, ...]:
         dropped = self.index.drop(row.pages[start : row.published])
         self.withdrawn.update(page for page in dropped if self.refs[page] > 1)
-        return dropped
+        return tuple(dropped)
 
-    def let_go(self, row: HashedRow) -> tuple[list[int], list[int]]:
-        return self._let_go(row.pages[::-1])
+    def let_go(self, row: HashedRow) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        freed, cached = self._let_go(row.pages[::-1])
+        return tuple(freed), tuple(cached)
 
     def num_holders(self, page: int) -> int:
         return self.refs[page]
 
-    def let_go_part(self, row: HashedRow, low: int, high: int) -> list[int]:
+    def let_go_part(self, row: HashedRow, low: int, high: int) -> tuple[int, ...]:
         pages = row.pages[low:high]
         row.pages[low:high] = array("i", [PADDING_PAGE]) * len(pages)
         freed, cached = self._let_go(pages[::-1])
-        return freed + cached
+        return (*freed, *cached)
 
     def _let_go(self, pages: array[int]) -> tuple[list[int], list[int]]:
         refs, keys = self.refs, self.index.keys
@@ -143,7 +145,7 @@ class HashedPages(PageStore[HashedRow]):
                 refs[page] -= 1
                 self.shared -= refs[page] == 1
 
-    def evict(self, count: int) -> list[int]:
+    def evict(self, count: int) -> tuple[int, ...]:
         victims: list[int] = []
         for page in self.free_queue:
             if len(victims) == count:
@@ -151,11 +153,11 @@ class HashedPages(PageStore[HashedRow]):
             if self.index.keys[page] is not None:
                 victims.append(page)
         self.evictable -= count
-        return self.index.drop(victims)
+        return tuple(self.index.drop(victims))
 
-    def clear(self) -> list[int]:
+    def clear(self) -> tuple[int, ...]:
         self.evictable = 0
-        return self.index.clear()
+        return tuple(self.index.clear())
 
     def queue(self) -> Iterator[int]:
         return iter(self.free_queue)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
-from kvarena.allocators.interface import Commit, Reservation, Sequence
-
-Pages: TypeAlias = "array[int] | tuple[int, ...] | list[int]"  # page ids in order, in whatever form is at hand
+from kvarena.allocators.interface import Commit, PageIds, Reservation, Sequence
 
 
 class Row:
@@ -81,7 +79,7 @@ RowT = TypeVar("RowT", bound=Row)
 
 
 class PageStore(ABC, Generic[RowT]):
-    """Pages 1..num_pages: who holds them, what they serve, in which order they are taken.
+    """PageIds 1..num_pages: who holds them, what they serve, in which order they are taken.
 
     queued      pages that nobody holds, evictable ones included
     evictable   those of them that serve hits
@@ -107,40 +105,40 @@ class PageStore(ABC, Generic[RowT]):
         """Hold the pages that a look-up found."""
 
     @abstractmethod
-    def take(self, row: RowT, count: int) -> tuple[Pages, Pages]:
+    def take(self, row: RowT, count: int) -> tuple[array[int], PageIds]:
         """Give the first `count` pages of the queue to `row`: (pages, those whose content went), in order."""
 
     @abstractmethod
-    def publish(self, row: RowT, start: int, end: int) -> Pages:
+    def publish(self, row: RowT, start: int, end: int) -> PageIds:
         """Let the pages at positions [start, end) serve their text; returns the duplicates among them."""
 
     @abstractmethod
-    def unpublish(self, row: RowT, start: int) -> Pages:
+    def unpublish(self, row: RowT, start: int) -> PageIds:
         """The row's published pages from position `start` on stop serving; returns them."""
 
     @abstractmethod
-    def let_go(self, row: RowT) -> tuple[Pages, Pages]:
+    def let_go(self, row: RowT) -> tuple[PageIds, PageIds]:
         """Free a whole row, last page first: (pages now without content, pages still cached) that nobody holds."""
 
     def num_holders(self, page: int) -> int:
         """Rows that hold a page."""
         raise NotImplementedError(f"{type(self).__name__} counts no single pages")
 
-    def let_go_part(self, row: RowT, low: int, high: int) -> Pages:
+    def let_go_part(self, row: RowT, low: int, high: int) -> PageIds:
         """Free the row entries [low, high), last first, and leave padding in their place."""
         raise NotImplementedError(f"{type(self).__name__} keeps whole rows")
 
     @abstractmethod
-    def evict(self, count: int) -> Pages:
+    def evict(self, count: int) -> PageIds:
         """Drop the content of the first `count` evictable pages; they keep their places."""
 
     @abstractmethod
-    def clear(self) -> Pages:
+    def clear(self) -> PageIds:
         """Drop all content; returns the pages that had some, ascending. They keep their places."""
 
     @abstractmethod
     def queue(self) -> Iterator[int]:
-        """Pages that nobody holds, the next to be taken first."""
+        """PageIds that nobody holds, the next to be taken first."""
 
     @abstractmethod
     def marks(self, rows: Iterable[RowT]) -> Mapping[int, str]:

@@ -16,8 +16,10 @@ from kvarena.allocators.block_rows import PageStore, Row, holders, state_problem
 from kvarena.allocators.config import Design
 from kvarena.allocators.interface import AllocatorError, Sequence
 from kvarena.prefix.page_text import TOKEN_BYTES, encode, page_extras
-from kvarena.prefix.run_tree import NO_EXTRAS, Extras, Node, Run, RunTree, idle_parts
+from kvarena.prefix.run_tree import NO_EXTRAS, Extras, Found, Node, Run, RunTree
 from kvarena.prefix.run_tree_check import holder_problems, text_above, tree_problems
+
+NOTHING = Found(0)
 
 
 class RunRow(Row):
@@ -25,19 +27,18 @@ class RunRow(Row):
 
     parts    (run, pages) in position order: the last `pages` pages up to the end of `run`, over all its fronts
     node     where the published text ends
-    found    the match behind the pin, and the tree's version at that time
+    found    the match behind the pin
     root     namespace of the text; `width` bytes a page, `extras` what images add to pages
     """
 
-    __slots__ = ("extras", "found", "node", "parts", "root", "version", "width")
+    __slots__ = ("extras", "found", "node", "parts", "root", "width")
 
     def __init__(self, seq: Sequence, page_size: int, publishes: bool) -> None:
         super().__init__(seq, array("i"), page_size, publishes)
         self.parts: list[tuple[Run, int]] = []
-        self.found: list[Run] = []
+        self.found = NOTHING
         self.node: Node | None = None
         self.root: Any = None
-        self.version = -1
         self.width = 0
         self.extras: Extras = NO_EXTRAS
 
@@ -78,50 +79,50 @@ class PageRuns(PageStore[RunRow]):
         row.root = given if seq.namespace is None else (given, encode(seq.namespace), seq.namespace)
         if seq.extra_keys and not given:
             row.extras = {page: tuple(extra) for page, *extra in page_extras(seq.extra_keys, self.page_size)}
-        self._find(row, limit)
-        if row.adopted:
-            pages = row.pages
-            for run in row.found:
-                pages += run.pages
-            del pages[row.adopted :]
-            row.committed = row.adopted * self.page_size
+        row.found = found = self._find(row, limit)
+        row.adopted = row.published = found.num_pages
+        row.committed = found.num_pages * self.page_size
+        for run in found.runs:
+            row.pages += run.pages
+        if found.surplus:
+            del row.pages[found.num_pages :]
         return row
 
-    def _find(self, row: RunRow, limit: int) -> None:
+    def _find(self, row: RunRow, limit: int) -> Found:
         root = self.tree.find_root(row.root)
-        if root is not None:
-            text = _text(row.seq)
-            limit = min(limit, len(text) // row.width)
-            row.found, row.adopted = self.tree.match(root, text, limit, row.extras)
-            row.published = row.adopted
-        row.version = self.tree.version
+        if root is None:
+            return Found(self.tree.version)
+        text = _text(row.seq)
+        return self.tree.match(root, text, min(limit, len(text) // row.width), row.extras)
+
+    def _found(self, row: RunRow) -> Found:
+        """What the pin found. Looked up again if the tree changed meanwhile: the same pages, perhaps in other parts."""
+        if row.found.version != self.tree.version:
+            row.found = self._find(row, row.adopted)
+            if row.found.num_pages != row.adopted:
+                raise AllocatorError(f"request {row.seq.request_id!r}: pinned {row.adopted} pages, found {row.found}")
+        return row.found
 
     def num_idle(self, rows: list[RunRow]) -> int:
         if len(rows) == 1:
-            return sum([count for _, count in idle_parts(self._matched(rows[0]), rows[0].adopted)])
-        most: dict[Run, int] = {}
+            return self._found(rows[0]).num_idle if rows[0].publishes else 0
+        idle: dict[Run, int] = {}
         for row in rows:
-            for run, count in idle_parts(self._matched(row), row.adopted):
-                most[run] = max(count, most.get(run, 0))
-        return sum(most.values())
-
-    def _matched(self, row: RunRow) -> list[Run]:
-        """The runs of a pin. Looked up again if the tree was cut meanwhile: the same pages in other parts."""
-        if row.version != self.tree.version and row.adopted:
-            adopted = row.adopted
-            self._find(row, adopted)
-            if row.adopted != adopted:
-                raise AllocatorError(f"request {row.seq.request_id!r}: {adopted} pinned pages, {row.adopted} are left")
-        return row.found
+            found = self._found(row)
+            for run in found.runs:
+                size = len(run.pages) - (found.surplus if run is found.runs[-1] else 0)
+                if not run.refs:
+                    idle[run] = max(size, idle.get(run, 0))
+        return sum(idle.values())
 
     def touch(self, row: RunRow) -> None:
         if not row.publishes:
             return
-        runs, node = self.tree.hold(self._matched(row), row.adopted)
+        runs, node = self.tree.hold(self._found(row))
         row.parts = [(run, len(run.pages)) for run in runs]
         row.node = self.tree.root(row.root, row.width) if node is None else node
         row.node.users += 1
-        row.found = []
+        row.found = NOTHING
 
     def take(self, row: RunRow, count: int) -> tuple[array[int], array[int]]:
         clean = min(count, len(self.stack))
@@ -170,8 +171,8 @@ class PageRuns(PageStore[RunRow]):
         self.stack[0:0] = victims[::-1]
         return victims
 
-    def clear(self) -> list[int]:
-        return sorted(self.evict(self.tree.evictable))
+    def clear(self) -> tuple[int, ...]:
+        return tuple(sorted(self.evict(self.tree.evictable)))
 
     def queue(self) -> Iterator[int]:
         yield from reversed(self.stack)

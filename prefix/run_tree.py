@@ -61,20 +61,33 @@ class Node:
         return len(self.edge) // self.width
 
 
+class Found:
+    """What a match found at one `version` of the tree: its runs, of the last of which `surplus` pages do not count."""
+
+    __slots__ = ("num_idle", "num_pages", "runs", "surplus", "version")
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.runs: list[Run] = []
+        self.num_pages = 0  # that count
+        self.num_idle = 0  # of these, pages of idle runs
+        self.surplus = 0
+
+
 class RunTree:
     """Which pages hold this text, who holds them, and which go first?
 
     evictable   pages of idle runs
     shared      pages of runs with more than one holder
     duplicates  pages whose text an earlier copy holds too
-    version     changes whenever a match found earlier may name other runs now
+    version     changes with every change of the tree
 
     >>> tree = RunTree()
     >>> root = tree.root(None, 2)
     >>> runs, leaf, _ = tree.publish(root, b"aabbcc", 0, array("i", [1, 2, 3]))
     >>> tree.let_go(runs[0], 3, array("i"), array("i"))
-    >>> matched, pages = tree.match(root, b"aabbxx", 3)
-    >>> pages, tree.evictable, tree.evict(2)
+    >>> found = tree.match(root, b"aabbxx", 3)
+    >>> found.num_pages, tree.evictable, tree.evict(2)
     (2, 3, array('i', [3, 2]))
     """
 
@@ -107,15 +120,14 @@ class RunTree:
 
     # look-up: nothing below changes the tree
 
-    def match(self, root: Node, text: bytes, limit: int, extras: Extras = NO_EXTRAS) -> tuple[list[Run], int]:
-        """Serving runs of the longest cached prefix, and how many pages of it count (the last run may count in part).
+    def match(self, root: Node, text: bytes, limit: int, extras: Extras = NO_EXTRAS) -> Found:
+        """Serving runs of the longest cached prefix of at most `limit` pages.
 
         One dict look-up and one byte comparison a node.
         """
-        runs: list[Run] = []
-        node, done, width = root, 0, root.width
+        found = Found(self.version)
+        node, done, width, stop = root, 0, root.width, limit
         key: Key
-        stop = limit
         while done < limit:
             start = done * width
             key = text[start : start + width]
@@ -125,45 +137,49 @@ class RunTree:
             if child is None or not child.copies:
                 break
             run = child.copies[0]
-            size = len(run.pages)
-            runs.append(run)
+            size = shared = len(run.pages)
             if size > stop - done or not text.startswith(child.edge, start):
-                done += _pages_in_common(child.edge, text, start, width, min(size, stop - done))
+                shared = _pages_in_common(child.edge, text, start, width, min(size, stop - done))
+            found.runs.append(run)
+            done += shared
+            if not run.refs:
+                found.num_idle += shared
+            if shared < size:
+                found.surplus = size - shared
                 break
-            node, done = child, done + size
-        return runs, done
+            node = child
+        found.num_pages = done
+        return found
 
     # holding
 
-    def hold(self, runs: list[Run], num_pages: int) -> tuple[list[Run], Node | None]:
-        """Hold the first `num_pages` pages of a match; cuts its last run if only a part counts.
+    def hold(self, found: Found) -> tuple[list[Run], Node | None]:
+        """Hold what a match found, at the version at which it was found; cuts its last run if only a part counts.
 
         Returns the runs held and the node in which they end.
         """
+        runs = found.runs
         if not runs:
             return [], None
-        surplus = sum([len(run.pages) for run in runs]) - num_pages
-        if surplus:
+        if found.surplus:
             last = runs[-1]
-            runs = [*runs[:-1], self._split(_node_of(last), len(last.pages) - surplus).copies[0]]
+            runs = [*runs[:-1], self._split(_node_of(last), len(last.pages) - found.surplus).copies[0]]
+        self.version += 1
         for run in runs:
-            self._touch(run)
+            if run.refs == 0:
+                self._unlink(run)
+                self.evictable -= len(run.pages)
+            elif run.refs == 1:
+                self.shared += len(run.pages)
+            run.refs += 1
         return runs, runs[-1].node
-
-    def _touch(self, run: Run) -> None:
-        size = len(run.pages)
-        if run.refs == 0:
-            self._unlink(run)
-            self.evictable -= size
-        elif run.refs == 1:
-            self.shared += size
-        run.refs += 1
 
     def let_go(self, run: Run, num_pages: int, freed: array[int], cached: array[int]) -> None:
         """One holder less for the `num_pages` pages that end with `run`, deepest part first.
 
         Pages without a holder are appended to `cached` (they join the idle ones) or, if they serve nobody, to `freed`.
         """
+        self.version += 1
         while True:
             size = len(run.pages)
             run.refs -= 1
@@ -331,17 +347,6 @@ class RunTree:
     def clear(self) -> array[int]:
         """Take every page out; returns them in the order of eviction. No run may be held."""
         return self.evict(self.evictable)
-
-
-def idle_parts(runs: list[Run], num_pages: int) -> list[tuple[Run, int]]:
-    """Idle runs among the first `num_pages` pages of a match, and how many pages of each count."""
-    if not runs:
-        return []
-    found = [(run, len(run.pages)) for run in runs if not run.refs]
-    last = runs[-1]
-    if not last.refs:
-        found[-1] = (last, num_pages - sum([len(run.pages) for run in runs[:-1]]))
-    return found
 
 
 def _next_key(page: bytes, position: int, limit: int, extras: Extras) -> tuple[Key, int]:

@@ -36,11 +36,11 @@ class Holder:
         self.node.users += 1
 
     def adopt(self, letters: str, limit: int | None = None) -> int:
-        runs, count = self.tree.match(self.node, text(letters), len(letters) if limit is None else limit)
-        runs, node = self.tree.hold(runs, count)
+        found = self.tree.match(self.node, text(letters), len(letters) if limit is None else limit)
+        runs, node = self.tree.hold(found)
         self.parts = [(run, len(run.pages)) for run in runs]
         self._end_in(self.node if node is None else node)
-        return count
+        return found.num_pages
 
     def add(self, letters: str, *ids: int) -> list[int]:
         runs, node, duplicates = self.tree.publish(self.node, text(letters), 0, pages(*ids))
@@ -81,7 +81,7 @@ def test_a_shared_beginning_is_cut_out_and_leaves_last() -> None:
     assert second.leave() == ([], [6, 5, 2, 1])
     assert idle_order(tree) == [4, 3, 6, 5, 2, 1]
     assert list(tree.evict(5)) == [4, 3, 6, 5, 2]
-    assert tree.match(tree.root(None, WIDTH), text("ab"), 2)[1] == 1
+    assert tree.match(tree.root(None, WIDTH), text("ab"), 2).num_pages == 1
     assert tree_problems(tree) == []
 
 
@@ -105,11 +105,11 @@ def test_the_earliest_copy_serves_and_the_next_takes_over() -> None:
     assert tree.duplicates == 4
     holders[0].leave()
     assert list(tree.evict(1)) == [2]
-    runs, count = tree.match(tree.root(None, WIDTH), text("ab"), 2)
-    assert ([list(run.pages) for run in runs], count, tree.duplicates) == ([[1], [4]], 2, 3)
+    found = tree.match(tree.root(None, WIDTH), text("ab"), 2)
+    assert ([list(run.pages) for run in found.runs], found.num_pages, tree.duplicates) == ([[1], [4]], 2, 3)
     assert list(tree.evict(1)) == [1]
-    runs, count = tree.match(tree.root(None, WIDTH), text("ab"), 2)
-    assert ([list(run.pages) for run in runs], count, tree.duplicates) == ([[3], [4]], 2, 2)
+    found = tree.match(tree.root(None, WIDTH), text("ab"), 2)
+    assert ([list(run.pages) for run in found.runs], found.num_pages, tree.duplicates) == ([[3], [4]], 2, 2)
     assert tree_problems(tree) == []
 
 
@@ -121,12 +121,12 @@ def test_what_is_taken_back_serves_nobody_and_what_follows_waits() -> None:
     second.add("e", 5)
     tree.unpublish(first.parts[0][0], 4, 1)
     root = tree.root(None, WIDTH)
-    assert tree.match(root, text("abcde"), 5)[1] == 1
+    assert tree.match(root, text("abcde"), 5).num_pages == 1
     assert first.leave() == ([], [])
     third = Holder(tree)
     assert third.adopt("abcde") == 1
     third.add("bcd", 7, 8, 9)
-    assert tree.match(root, text("abcde"), 5)[1] == 5
+    assert tree.match(root, text("abcde"), 5).num_pages == 5
     assert second.leave() == ([4, 3, 2], [5])
     assert third.leave() == ([], [9, 8, 7, 1])
     assert tree_problems(tree) == []
@@ -175,9 +175,9 @@ def test_items_stand_alone_and_separate() -> None:
         ({}, 1),
         ({0: "x"}, 0),
     ):
-        assert tree.match(root, text("aiib"), 4, extras)[1] == hit
-    assert tree.match(root, text("aiib"), 3, {1: "cat", 2: "cat2"})[1] == 3
-    assert tree.match(root, text("aiib"), 1, {3: "far"})[1] == 1
+        assert tree.match(root, text("aiib"), 4, extras).num_pages == hit
+    assert tree.match(root, text("aiib"), 3, {1: "cat", 2: "cat2"}).num_pages == 3
+    assert tree.match(root, text("aiib"), 1, {3: "far"}).num_pages == 1
     assert text_above(node) == [b"aa", (b"ii", "cat"), (b"ii", "cat2"), b"bb"]
 
 
