@@ -6,8 +6,9 @@ SGLang 0.5.22 offers the same family (lru, lfu, slru, priority; fifo, mru and fi
 
 from __future__ import annotations
 
+import bisect
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
@@ -75,7 +76,7 @@ class LeafQueue(Generic[Leaf]):
 
     A touch or a lock does not reach into the heap. An entry is judged when it surfaces: dropped if its node is no
     candidate any more, put back with its present key if that has grown. Cost O(log n) for `offer`, amortised
-    O(log n) for `pop`; a touch is free.
+    O(log n) for `pop`; a touch is free. Serves every order; `lru` has a cheaper queue of its own.
     """
 
     __slots__ = ("_heap", "_key", "_only_grows")
@@ -123,6 +124,86 @@ class LeafQueue(Generic[Leaf]):
         """Entries held, outdated ones included."""
         return len(self._heap)
 
-    def valid_keys(self) -> dict[int, Any]:
-        """Serial number to key of the entries that stand for a node, for `check()`. O(n)."""
-        return {serial: key for key, serial, node in self._heap if key == node.queued}
+    def entries(self) -> Iterator[tuple[Any, Leaf]]:
+        """Key and node of all entries, outdated ones included, for `check()`."""
+        return ((key, node) for key, _, node in self._heap)
+
+
+SPAN = 256  # clock values; a request takes about four
+
+
+class RecencyQueue(Generic[Leaf]):
+    """The queue of the lru order: time is cut into spans, and only the oldest span's entries are in order.
+
+    As lazy as `LeafQueue`, with the same results. Entries come nearly in the order of time, so they are appended to
+    their span's list; a span is sorted once, when it is the oldest that is left. Cost of `offer` and amortised of
+    `pop`: O(1), plus a share of sorting a span and of a heap of spans.
+
+    Measured (one step = three touches, one `pop`, one `offer`; or a replay of 20,000 requests): a heap of leaves
+    takes 3 us a step at 10^3 leaves and 7.7 at 10^6, sortedcontainers' SortedDict 7 and 19; on the replay the two
+    are level, and building a heap at every eviction, as SGLang does, is ten times slower.
+    """
+
+    __slots__ = ("_ages", "_oldest", "_oldest_span", "_spans")
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def offer(self, node: Leaf) -> None:
+        """`node` is a candidate now."""
+        if node.queued is None:
+            self._put(node)
+
+    def pop(self) -> Leaf | None:
+        """Take the candidate that was accessed least recently; None when there is none."""
+        while True:
+            oldest = self._oldest
+            while oldest:
+                key, _, node = oldest.pop()
+                if node.locks or node.children:
+                    node.queued = None
+                elif node.last_access == key:
+                    node.queued = None
+                    return node
+                else:
+                    self._put(node)
+            if not self._ages:
+                return None
+            self._oldest_span = heapq.heappop(self._ages)
+            self._oldest = self._spans.pop(self._oldest_span)
+            self._oldest.sort(key=_age)
+
+    def clear(self) -> None:
+        """Forget all entries (the tree was emptied)."""
+        self._oldest: list[tuple[int, int, Leaf]] = []  # newest first, so that the next one is popped off the end
+        self._oldest_span = -1
+        self._spans: dict[int, list[tuple[int, int, Leaf]]] = {}  # the others, unsorted
+        self._ages: list[int] = []  # heap of their numbers
+
+    def __len__(self) -> int:
+        """Entries held, outdated ones included."""
+        return len(self._oldest) + sum(map(len, self._spans.values()))
+
+    def entries(self) -> Iterator[tuple[int, Leaf]]:
+        """Key and node of all entries, outdated ones included, for `check()`."""
+        return ((key, node) for span in (self._oldest, *self._spans.values()) for key, _, node in span)
+
+    def _put(self, node: Leaf) -> None:
+        key = node.queued = node.last_access
+        span, entry = key // SPAN, (key, node.serial, node)
+        if span in self._spans:
+            self._spans[span].append(entry)
+        elif span <= self._oldest_span:
+            bisect.insort(self._oldest, entry, key=_age)
+        else:
+            self._spans[span] = [entry]
+            heapq.heappush(self._ages, span)
+
+
+def _age(entry: tuple[int, int, Any]) -> int:
+    return -entry[0]
+
+
+def queue_for(order: Order) -> LeafQueue[Any] | RecencyQueue[Any]:
+    """The cheapest queue that serves an order."""
+    return RecencyQueue() if order.name == "lru" else LeafQueue(order)

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Hashable, Iterator
 from typing import Any, Literal
 
-from kvarena.prefix.eviction import LeafQueue, Order, order
+from kvarena.prefix.eviction import LeafQueue, Order, RecencyQueue, order, queue_for
 
 _NO_CHILDREN: dict[bytes, Node] = {}  # shared by all leaves, never written
 
@@ -102,7 +102,7 @@ class RadixTree:
         self.order = eviction_order or order("lru")
         self.eviction_unit = eviction_unit
         self.split_touches_suffix = split_touches_suffix
-        self.queue: LeafQueue[Node] = LeafQueue(self.order)
+        self.queue: LeafQueue[Node] | RecencyQueue[Node] = queue_for(self.order)
         self.roots: dict[Hashable, Root] = {}
         self.evictable_pages = 0
         self._clock = 0
@@ -278,7 +278,7 @@ class RadixTree:
     def faults(self) -> Iterator[str]:
         """What is inconsistent, one sentence each; nothing for a sound tree. O(nodes)."""
         evictable = 0
-        waiting = self.queue.valid_keys()
+        waiting = {node for key, node in self.queue.entries() if key == node.queued}
         for node in self.nodes():
             width = len(node.edge) // max(len(node.pages), 1)
             parent = node.parent
@@ -292,7 +292,7 @@ class RadixTree:
                 yield f"{node!r}: fewer locks than locked children"
             if node.locks == 0:
                 evictable += len(node.pages)
-            if node.is_candidate and node.serial not in waiting:
+            if node.is_candidate and node not in waiting:
                 yield f"{node!r} could be evicted but is not queued"
         if evictable != self.evictable_pages:
             yield f"evictable count is {self.evictable_pages}, unlocked nodes hold {evictable} pages"

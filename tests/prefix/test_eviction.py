@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from kvarena.prefix.eviction import ORDERS, LeafQueue, order
+from kvarena.prefix.eviction import ORDERS, SPAN, LeafQueue, RecencyQueue, order, queue_for
 
 
 @dataclass(eq=False)
@@ -36,9 +36,13 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", ORDERS)
-def test_the_order_is_the_one_its_name_says(name: str) -> None:
-    queue: LeafQueue[Leaf] = LeafQueue(order(name))
+QUEUES = [*(pytest.param(name, LeafQueue(order(name)), id=name) for name in ORDERS)]
+QUEUES.append(pytest.param("lru", RecencyQueue(), id="lru by spans"))
+
+
+@pytest.mark.parametrize(("name", "queue"), QUEUES)
+def test_the_order_is_the_one_its_name_says(name: str, queue: Any) -> None:
+    queue.clear()
     for leaf in (
         Leaf(0, last_access=20, created=1, hits=3, priority=5),
         Leaf(1, last_access=40, created=2, hits=1, priority=0),
@@ -65,12 +69,12 @@ def test_an_unknown_order_lists_the_known_ones() -> None:
         order("clock")
 
 
-@pytest.mark.parametrize("name", ORDERS)
-def test_pops_what_a_search_of_all_candidates_finds(name: str) -> None:
+@pytest.mark.parametrize(("name", "queue"), QUEUES)
+def test_pops_what_a_search_of_all_candidates_finds(name: str, queue: Any) -> None:
     """Touches, hits, locks and unlocks between the pops; a candidate is offered again when it was touched."""
     rng = random.Random(name)
     chosen = order(name)
-    queue: LeafQueue[Leaf] = LeafQueue(chosen)
+    queue.clear()
     leaves: list[Leaf] = []
     for clock in range(1, 4000):
         verb = rng.random()
@@ -96,8 +100,32 @@ def test_pops_what_a_search_of_all_candidates_finds(name: str) -> None:
     assert len(queue) < 4000
 
 
-def test_a_touch_costs_the_queue_nothing() -> None:
-    queue: LeafQueue[Leaf] = LeafQueue(order("lru"))
+def test_lru_gets_the_queue_of_its_own() -> None:
+    assert {name: type(queue_for(order(name))) for name in ORDERS} == {
+        name: RecencyQueue if name == "lru" else LeafQueue for name in ORDERS
+    }
+
+
+def test_entries_older_than_the_oldest_span_are_next() -> None:
+    """A parent whose last child went, or a sequence thrown back, brings an old access time."""
+    queue: RecencyQueue[Leaf] = RecencyQueue()
+    for number in (10, 11, 12):
+        queue.offer(Leaf(number, number * SPAN))
+    first = queue.pop()
+    assert first is not None
+    assert first.serial == 10
+    for number in (3, 1, 2):
+        queue.offer(Leaf(number, number * SPAN))
+    queue.offer(Leaf(4, 10 * SPAN + 1))
+    gone = []
+    while (leaf := queue.pop()) is not None:
+        gone.append(leaf.serial)
+    assert gone == [1, 2, 3, 4, 11, 12]
+    assert len(queue) == 0
+
+
+@pytest.mark.parametrize("queue", [LeafQueue(order("lru")), RecencyQueue()], ids=["heap", "spans"])
+def test_a_touch_costs_the_queue_nothing(queue: Any) -> None:
     leaves = [Leaf(number, number) for number in range(100)]
     for leaf in leaves:
         queue.offer(leaf)
