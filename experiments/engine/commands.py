@@ -22,7 +22,8 @@ def add_run_command(app: typer.Typer) -> None:
 
 def run(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG.toml]", help="Sections workload, pool, engine, allocator; the defaults without one.")
+        Path | None,
+        typer.Argument(metavar="[CONFIG.toml]", help="Sections workload, pool, engine, allocator. Default: chat."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the result; without it, only the tables.")] = None,
     set_: Annotated[

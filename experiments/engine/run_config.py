@@ -14,7 +14,16 @@ from kvarena.experiments.config import PoolConfig, PositiveInt, WorkloadConfig, 
 from kvarena.experiments.engine.scheduler import SchedulerConfig
 from kvarena.experiments.engine.step_time import HOST
 from kvarena.experiments.specs import AllocatorEntry, allocator_entry
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -89,6 +98,11 @@ class RunEngineConfig(_Section):
     e2el_ms: PositiveFloat | None = None
     steps_every: PositiveInt = 10
     check_every: Annotated[StrictInt, Field(ge=0)] = 0
+
+    @field_validator("declared", mode="before")
+    @classmethod
+    def _word(cls, value: Any) -> Any:
+        return "true" if value is True else value  # TOML's literal, as `--set declared=true` gives it
 
     @model_validator(mode="after")
     def _schedulable(self) -> RunEngineConfig:
@@ -198,7 +212,7 @@ def _set(given: dict[str, Any], item: str) -> None:
     parts = key.strip().split(".")
     if not separator:
         raise ValueError(f"--set expects key=value, found {item!r}")
-    if parts[0] in SECTION_OF and parts[0] not in SECTIONS:
+    if parts[0] in SECTION_OF and (len(parts) == 1 or parts[0] not in SECTIONS):
         parts = [SECTION_OF[parts[0]], *parts]
     if parts == ["preset"]:
         given["preset"] = toml_value(raw)

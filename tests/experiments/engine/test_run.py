@@ -1,0 +1,210 @@
+"""`kvarena run`: configs, result folders like those of a comparison, equal bytes for equal runs."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvarena.experiments.cli import app
+from kvarena.experiments.engine.run import declared_by, run_engine
+from kvarena.experiments.engine.run_config import RunConfig, RunEngineConfig, load_run_config, run_config
+from kvarena.experiments.results import Result, load_result, merge_results
+from typer.testing import CliRunner
+
+REPO = Path(__file__).resolve().parents[3]
+SMALL: dict[str, Any] = {
+    "workload": {"trace": "chat", "requests": 40, "options": {"num_sessions": 20, "max_reply": 60, "max_turns": 6}},
+    "pool": {"pool": "400 MiB"},
+    "engine": {"speed": 20.0, "max_num_seqs": 8, "max_num_batched_tokens": 512, "ttft_ms": 100.0, "steps_every": 5},
+}
+
+
+def small(*sets: str) -> RunConfig:
+    return run_config(SMALL, sets)
+
+
+@pytest.fixture(scope="module")
+def block() -> Result:
+    return run_engine(small())
+
+
+@pytest.fixture(scope="module")
+def token() -> Result:
+    return run_engine(small("allocator.kind=token"))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Of every file that has to be equal for equal runs: measured times and the environment stand apart."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.name.startswith(("provenance", "timings"))
+    }
+
+
+def test_requests_in_are_served_or_rejected(block: Result) -> None:
+    row = block.summary.iloc[0]
+    assert row["requests"] == len(block.requests) == row["served"] + row["rejected"] == 40
+    assert row["output_tokens"] == block.requests["output_tokens"].sum()
+    assert row["hit_tokens"] == block.requests["hit_tokens"].sum()
+    assert 0 < row["token_hit_rate"] <= row["token_hit_rate_ceiling"]
+    assert block.requests["index"].tolist() == list(range(40))
+
+
+def test_summary_latencies_are_those_of_the_rows(block: Result) -> None:
+    row, rows = block.summary.iloc[0], block.requests
+    assert row["ttft_mean_ms"] == pytest.approx(rows["ttft_ms"].mean())
+    assert row["tpot_mean_ms"] == pytest.approx(rows["tpot_ms"].mean())
+    assert row["e2el_mean_ms"] == pytest.approx(rows["e2el_ms"].mean())
+    assert row["ttft_p50_ms"] == pytest.approx(rows["ttft_ms"].sort_values().iloc[19])
+    good = rows[(rows["ttft_ms"] <= 100.0) & (rows["cut_output_tokens"] == 0)]
+    assert row["goodput_per_s"] == pytest.approx(len(good) / row["duration_s"])
+
+
+def test_pool_states_add_up_in_every_step(block: Result) -> None:
+    steps = block.steps
+    assert (steps["free"] + steps["evictable"] + steps["in_use"] == block.summary.iloc[0]["num_pages"]).all()
+    assert steps["time_s"].is_monotonic_increasing
+
+
+def test_two_allocators_differ_in_nothing_else_and_lie_over_each_other(block: Result, token: Result) -> None:
+    both = merge_results([block, token])
+    assert both.allocators == ["vllm", "sglang"]
+    assert len(both.summary) == 2
+    other = run_engine(small("allocator.kind=token", "max_num_seqs=4"))
+    with pytest.raises(ValueError, match=r"engine\.max_num_seqs"):
+        merge_results([block, other])
+
+
+@pytest.fixture(scope="module")
+def folders(block: Result, token: Result, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("results")
+    return block.save(root / "block"), token.save(root / "token")
+
+
+def test_a_result_folder_is_whole_and_comes_back(folders: tuple[Path, Path], block: Result) -> None:
+    names = {path.name for path in folders[0].iterdir()}
+    assert names >= {"config.toml", "provenance.json", "summary.csv", "report.html", "result.json"}
+    assert names >= {"requests.parquet", "steps.parquet", "timings.parquet"}
+    figures = {path.name for path in (folders[0] / "figures").iterdir()}
+    assert {f"{name}.{kind}" for name in ("latency", "load", "occupancy") for kind in ("pdf", "svg", "png")} <= figures
+    back = load_result(folders[0])
+    assert back.manifest["kind"] == "run"
+    assert back.requests.equals(block.requests)
+    assert merge_results([back, load_result(folders[1])]).allocators == ["vllm", "sglang"]
+
+
+def test_equal_configs_give_equal_bytes(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Also when the config is the resolved one that a finished run wrote."""
+    run_engine(load_run_config(folders[1] / "config.toml")).save(tmp_path / "again")
+    assert digests(folders[1]) == digests(tmp_path / "again")
+
+
+def test_what_is_not_calibrated_or_an_oracle_says_so() -> None:
+    result = run_engine(small("declared=true", "requests=10"))
+    assert any("not calibrated" in text for text in result.warnings)
+    assert any("oracle" in text for text in result.warnings)
+
+
+def test_rejected_requests_are_reported_with_the_first_ones_numbers() -> None:
+    result = run_engine(small("max_model_len=600", "max_num_seqs=4"))
+    row = result.summary.iloc[0]
+    assert row["rejected"] > 0
+    assert row["served"] + row["rejected"] == 40
+    assert any(f"{row['rejected']} of 40 requests rejected" in text and "600" in text for text in result.warnings)
+
+
+@pytest.mark.parametrize("pool", ["12 %", '["300 MiB", "500 MiB"]'])
+def test_pools_are_sized_as_in_a_comparison(pool: str) -> None:
+    result = run_engine(small(f"pool={pool}", "requests=10"))
+    assert len(result.summary) == (2 if pool.startswith("[") else 1)
+    assert (result.summary["num_pages"] > 0).all()
+
+
+def test_declared_lengths() -> None:
+    by = {name: declared_by(RunEngineConfig(declared=name), 0) for name in ("cap", "true", "noisy")}  # type: ignore[arg-type]
+    assert [by["cap"](7, index) for index in range(3)] == [4096] * 3
+    assert [by["true"](7, index) for index in range(3)] == [7] * 3
+    noisy = [by["noisy"](100, index) for index in range(200)]
+    assert min(noisy) == 100
+    assert len(set(noisy)) > 50
+    assert noisy == [by["noisy"](100, index) for index in range(200)]
+
+
+def test_a_preset_is_a_whole_server_and_what_is_stated_wins() -> None:
+    chosen = run_config({"preset": "sglang-0.5.22", "engine": {"max_num_seqs": 64}})
+    assert (chosen.engine.scheduler, chosen.engine.result_lag, chosen.engine.max_num_seqs) == ("sglang", 1, 64)
+    assert chosen.entry().kind == "token"
+    assert run_config({"preset": "vllm-0.32.0"}).entry().kind == "block"
+    assert run_config({"preset": "vllm-0.32.0"}, ["allocator.kind=token"]).entry().kind == "token"
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"engine": {"schedular": "vllm"}}, r"engine\.schedular: unknown key; known: scheduler"),
+        ({"engine": {"scheduler": "orca"}}, r"engine\.scheduler"),
+        ({"engine": {"max_num_seqs": 0}}, r"engine\.max_num_seqs"),
+        ({"engine": {"max_num_seqs": 2.5}}, r"engine\.max_num_seqs"),
+        ({"engine": {"max_num_seqs": 512, "max_num_batched_tokens": 64}}, "less than max_num_seqs"),
+        ({"engine": {"speed": -1.0}}, r"engine\.speed"),
+        ({"pool": {"pool": "16"}}, r"pool\.pool"),
+        ({"preset": "orca"}, "preset"),
+        ({"colour": 1}, "colour: unknown key"),
+        ({"allocator": {"name": "nobody"}}, "nobody"),
+        ({"allocators": [{"name": "vllm"}, {"name": "sglang"}]}, r"takes one \[allocator\]"),
+    ],
+)
+def test_a_bad_config_names_the_field(data: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        run_config(data)
+
+
+@pytest.mark.parametrize(
+    ("item", "says"), [("speed", "key=value"), ("colour=1", "colour"), ("engine.x.y=1", "unknown")]
+)
+def test_a_bad_set_names_itself(item: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        run_config({}, [item])
+
+
+def test_a_broken_config_file_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    with pytest.raises(ValueError, match=r"c\.toml"):
+        load_run_config(path)
+    path.write_text("[engine\n")
+    with pytest.raises(ValueError, match="not TOML"):
+        load_run_config(path)
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_command_prints_tables_and_writes_a_folder(tmp_path: Path) -> None:
+    sets = ["requests=20", "options={num_sessions = 8}", "speed=20", "max_num_seqs=8", "pool=400 MiB"]
+    flags = [part for item in sets for part in ("--set", item)]
+    config = REPO / "experiments" / "configs" / "run-chat.toml"
+    done = invoke("run", str(config), *flags, "--quiet", "--out", str(tmp_path / "a"))
+    assert done.exit_code == 0, done.output
+    assert "goodput, requests a second" in done.stdout
+    assert "TTFT p99, ms" in done.stdout
+    assert load_result(tmp_path / "a").manifest["policy"]["name"] == "vllm"
+
+
+def test_configs_of_runs_are_shown_and_compared(folders: tuple[Path, Path]) -> None:
+    shown = invoke("config", "show", str(REPO / "experiments" / "configs" / "run-chat.toml"))
+    assert 'scheduler = "vllm"' in shown.stdout
+    differing = invoke("config", "diff", *(str(folder / "config.toml") for folder in folders))
+    assert differing.exit_code == 1
+    assert differing.stdout
+    assert all(line.startswith("allocators.0.") for line in differing.stdout.splitlines())
+
+
+def test_a_folder_with_other_files_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("keep me")
+    with pytest.raises(ValueError, match="holds other files"):
+        run_engine(small(), out=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
