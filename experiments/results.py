@@ -236,6 +236,7 @@ class finished_folder:
 
     def __enter__(self) -> Path:
         refuse_foreign(self.out)
+        _remove_stale(self.out)
         try:
             self.partial.mkdir(parents=True)
         except OSError as error:
@@ -251,6 +252,14 @@ class finished_folder:
             self.out.rename(old)
         self.partial.rename(self.out)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_stale(out: Path) -> None:
+    """Remove what killed processes left beside `out`: unfinished folders, and replaced results."""
+    for path in out.parent.glob(f".{out.name}.*"):
+        _, pid, kind = path.name.rsplit(".", 2)
+        if kind in ("partial", "old") and pid.isdigit() and not Path("/proc", pid).exists() and Path("/proc").exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def refuse_foreign(out: Path) -> None:

@@ -55,6 +55,15 @@ def test_compare_writes_a_result_that_loads(chat):
     assert result.pools == [600 * 2**20, 900 * 2**20]
 
 
+def test_another_process_and_hash_seed_write_the_same_bytes(chat, tmp_path):
+    out = tmp_path / "again"
+    done = kvarena("compare", "chat", *SMALL, "--out", out, "--quiet", PYTHONHASHSEED="7")
+    assert done.returncode == 0, done.stderr
+    files = [p.relative_to(out) for p in out.rglob("*") if p.is_file()]
+    differing = {str(name) for name in files if (out / name).read_bytes() != (chat[0] / name).read_bytes()}
+    assert {name for name in differing if not name.startswith(("timings.", "provenance."))} == set()
+
+
 def test_without_out_only_tables_come(tmp_path):
     done = kvarena("compare", *SMALL, "--allocators", "sglang,block:page_size=64", "--quiet", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -272,6 +281,14 @@ def test_help_comes_without_numpy_pandas_or_pydantic():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_help_is_quick():
+    before = os.times()
+    assert kvarena("--help").returncode == 0
+    after = os.times()
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    assert used < 0.4, f"{used:.2f} s of CPU"
 
 
 def test_measured_times_stay_out_of_the_summary(chat):

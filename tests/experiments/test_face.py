@@ -24,7 +24,12 @@ def test_importing_costs_neither_numpy_nor_torch():
     assert found.strip() == "0"
 
 
-@pytest.mark.parametrize("name", [name for name in kv.__all__ if name != "testing"])
+def test_importing_is_quick():
+    code = "import time; start = time.process_time(); import kvarena; print(time.process_time() - start)"
+    assert float(python(code)) < 0.08
+
+
+@pytest.mark.parametrize("name", kv.__all__)
 def test_every_public_name_is_there_without_torch(name):
     code = f"import sys; sys.modules['torch'] = None; import kvarena; assert kvarena.{name} is not None"
     python(code)

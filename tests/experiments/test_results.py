@@ -135,6 +135,15 @@ def test_an_earlier_result_is_replaced(saved, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
+    (tmp_path / ".out.999999999.partial").mkdir()
+    (tmp_path / ".out.999999999.old").mkdir()
+    (tmp_path / ".other.999999999.partial").mkdir()
+    shared().save(tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".other.999999999.partial", "out"]
+
+
 def test_a_folder_of_something_else_is_refused_before_anything_runs(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds other files"):
