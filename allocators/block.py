@@ -45,6 +45,7 @@ from kvarena.allocators.window import SlidingWindow
 from kvarena.prefix.page_text import HashFn
 
 SHOWN = 64  # entries of a list that a display shows
+NO_ANSWER: Any = None  # stands in a batch's answers until the sequence is served
 
 
 class BlockAllocator(KVAllocator):
@@ -119,8 +120,21 @@ class BlockAllocator(KVAllocator):
 
         On a refusal nothing is taken; pages that left a window are freed all the same (vLLM 0.32.0).
         """
-        plans = [self._plan(seq, n) for seq, n in wants]
-        work = [plan for plan in plans if isinstance(plan, Plan)]
+        rows = self._rows
+        answers: list[Reservation] = []
+        work: list[Plan] = []
+        for seq, n in wants:
+            row = rows.get(seq.request_id)
+            if row is not None and row.seq is seq and 0 < n <= row.settled - seq.num_computed_tokens:
+                answers.append(row.nothing_new())
+                continue
+            plan = self._plan(seq, n)
+            plan.place = len(answers)
+            work.append(plan)
+            answers.append(NO_ANSWER)
+        return self._serve_all(work, answers) if work else answers
+
+    def _serve_all(self, work: list[Plan], answers: list[Reservation]) -> list[Reservation] | None:
         if len(work) > 1 and len({plan.row for plan in work}) < len(work):
             raise ValueError("reserve: a sequence stands twice in one call")
         served = self._num_served(work)
@@ -129,30 +143,23 @@ class BlockAllocator(KVAllocator):
             return None
         if self._pins:
             self._hold_pins(work)
-        return [self._serve(plan) if isinstance(plan, Plan) else plan for plan in plans]
+        for plan in work:
+            answers[plan.place] = self._serve(plan)
+        return answers
 
-    def _plan(self, seq: Sequence, n: int) -> Plan | Reservation:
-        """What has to be done for n more tokens; the answer itself when that is nothing."""
-        row = self._rows.get(seq.request_id)
-        end = seq.num_computed_tokens + n
-        if row is not None and row.seq is seq and n > 0:
-            if end <= row.settled:
-                return row.nothing_new()
-            take = max(-(-end // self.page_size) - len(row.pages), 0)
-            if self._window is None:
-                return Plan(row, end, take)
-            return Plan(row, end, take, *self._window.left_behind(row.committed, row.pages))
-        return self._plan_first(seq, n, end)
-
-    def _plan_first(self, seq: Sequence, n: int, end: int) -> Plan:
-        row = self._pins.get(seq.request_id)
+    def _plan(self, seq: Sequence, n: int) -> Plan:
+        """What has to be done for n more tokens."""
+        row = self._rows.get(seq.request_id) or self._pins.get(seq.request_id)
         if row is None or row.seq is not seq:
-            if seq.request_id not in self._rows or self._rows[seq.request_id].seq is not seq:
-                raise ValueError(f"request {seq.request_id!r} is not live: pin it before reserving for it")
+            raise ValueError(f"request {seq.request_id!r} is not live: pin it before reserving for it")
+        end = seq.num_computed_tokens + n
+        if n < 1 and (n < 0 or end == 0 or seq.request_id in self._rows):
             raise ValueError(f"request {seq.request_id!r}: expected n >= 1 tokens, found {n}")
-        if n < 0 or end == 0:
-            raise ValueError(f"request {seq.request_id!r}: expected n >= 1 tokens, found {n}")
-        return Plan(row, end, max(-(-end // self.page_size) - len(row.pages), 0))
+        take = -(-end // self.page_size) - len(row.pages)
+        plan = Plan(row, end, take if take > 0 else 0)
+        if self._window is not None and seq.request_id in self._rows:
+            plan.low, plan.high = self._window.left_behind(row.committed, row.pages)
+        return plan
 
     def _num_served(self, work: list[Plan]) -> int:
         """How many plans fit, in order. Counts the pages that pins hold and that windows free on the way."""
@@ -172,7 +179,8 @@ class BlockAllocator(KVAllocator):
 
     def _refuse(self, work: list[Plan], served: int) -> None:
         for plan in work[: served + 1]:
-            self._drop_left_behind(plan)
+            if plan.low < plan.high:
+                self._drop_left_behind(plan)
         if self.events.enabled:
             plan = work[served]
             reason = f"capacity: needs {plan.take} pages, {self._store.queued} free or evictable"
@@ -199,7 +207,7 @@ class BlockAllocator(KVAllocator):
 
     def _serve(self, plan: Plan) -> Reservation:
         row = plan.row
-        freed = self._drop_left_behind(plan)
+        freed = self._drop_left_behind(plan) if plan.low < plan.high else ()
         taken, evicted = self._take(row, plan.take) if plan.take else (array("i"), ())
         duplicates = self._publish(row, plan.end) if row.publishes else ()
         row.settled = self._settled(row)
@@ -224,8 +232,6 @@ class BlockAllocator(KVAllocator):
         return taken, evicted
 
     def _drop_left_behind(self, plan: Plan) -> PageIds:
-        if plan.low == plan.high:
-            return ()
         pages = plan.row.pages[plan.low : plan.high]
         freed = self._store.let_go_part(plan.row, plan.low, plan.high)
         if self.events.enabled:
@@ -313,13 +319,14 @@ class BlockAllocator(KVAllocator):
         return Released(freed, cached, evicted)
 
     def _remove_row(self, seq: Sequence) -> Row | None:
-        row = self._rows.get(seq.request_id) or self._pins.get(seq.request_id)
+        live = self._rows if seq.request_id in self._rows else self._pins
+        row = live.get(seq.request_id)
         if row is None:
             return None
         if row.seq is not seq:
             raise ValueError(f"request {seq.request_id!r}: another sequence of this id is live")
-        if self._pins.pop(seq.request_id, None) is None:
-            del self._rows[seq.request_id]
+        del live[seq.request_id]
+        if live is self._rows:
             self._wasted -= len(row.pages) * self.page_size - row.committed
         seq.num_computed_tokens = 0
         return row

@@ -63,16 +63,18 @@ class Row:
 
 
 class Plan:
-    """One sequence's share of a `reserve`: slots for tokens [0, end), `take` new pages, entries [low, high) to drop."""
+    """One sequence's share of a `reserve`: slots for tokens [0, end), `take` new pages, entries [low, high) to drop.
 
-    __slots__ = ("end", "high", "low", "row", "take")
+    place  where its answer stands in the answer to the call
+    """
 
-    def __init__(self, row: Row, end: int, take: int, low: int = 0, high: int = 0) -> None:
+    __slots__ = ("end", "high", "low", "place", "row", "take")
+
+    def __init__(self, row: Row, end: int, take: int) -> None:
         self.row = row
         self.end = end
         self.take = take
-        self.low = low
-        self.high = high
+        self.low = self.high = self.place = 0
 
 
 RowT = TypeVar("RowT", bound=Row)
