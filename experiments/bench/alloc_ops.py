@@ -1,7 +1,7 @@
-"""Single operations of the allocators, timed: each sample makes its own state outside the clock.
+"""Single operations of the allocators, timed: each sample prepares its own state outside the clock.
 
-An operation is a factory: called once it builds what all samples share, and returns `sample`, which prepares, times
-and cleans up, and gives back nanoseconds of process CPU time for one operation.
+An operation is a factory: called once it builds what all samples share, and returns a `Timed`: `before()` cleans up
+behind the last sample and prepares the next one, `work(state)` is what is timed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 from kvarena.allocators.config import make_allocator
+from kvarena.allocators.free_slots import FreePages
 from kvarena.allocators.interface import KVAllocator, Release, Sequence
 from kvarena.prefix.radix_tree import Node, RadixTree
 
-Sample = Callable[[], float]
 TOKEN_BYTES = 4
 POOL_TOKENS = 4_000_000
 LEAF_TOKENS = 64
@@ -26,27 +26,35 @@ DECODES = 256
 
 
 @dataclass(frozen=True, slots=True)
+class Timed:
+    """`work(before())` once a sample, of which `work` is timed; it holds `calls` operations."""
+
+    before: Callable[[], Any]
+    work: Callable[[Any], object]
+    calls: int = 1
+
+    def sample(self) -> float:
+        """Microseconds of process CPU time of one operation."""
+        state = self.before()
+        start = time.process_time_ns()
+        self.work(state)
+        return (time.process_time_ns() - start) / self.calls / 1000
+
+
+@dataclass(frozen=True, slots=True)
 class Op:
-    """`design` is what tables show; `make()` builds the shared state and returns the sampler."""
+    """`design` is what tables show; `make()` builds the shared state."""
 
     name: str
     design: str
     page_size: int
-    make: Callable[[], Sample]
-    calls: int = 1  # operations in one sample
+    make: Callable[[], Timed]
 
     def measure(self, samples: int) -> list[float]:
         """Microseconds an operation, one value a sample. The first, cold one is dropped."""
-        sample = self.make()
-        sample()
-        return [sample() / 1000 for _ in range(samples)]
-
-
-def clocked(work: Callable[[], Any], calls: int = 1) -> float:
-    """Nanoseconds of CPU time that one of `calls` operations in `work` took."""
-    start = time.process_time_ns()
-    work()
-    return (time.process_time_ns() - start) / calls
+        timed = self.make()
+        timed.sample()
+        return [timed.sample() for _ in range(samples)]
 
 
 def allocator(spec: dict[str, Any], tokens: int = POOL_TOKENS) -> KVAllocator:
@@ -74,128 +82,108 @@ def prefill(owner: KVAllocator, seq: Sequence) -> None:
 # --- both designs ---
 
 
-def decode_step(spec: dict[str, Any]) -> Sample:
+def decode_step(spec: dict[str, Any]) -> Timed:
     """A slot for one more token of each of 256 sequences, in one call; lengths differ, so pages fill by turns."""
     owner = allocator(spec)
     seqs = [Sequence(f"r{number}", [number] * (100 + number)) for number in range(DECODES)]
     for seq in seqs:
         prefill(owner, seq)
     batch = owner.decode_batch(seqs)
+    batch.reserve()
 
-    def sample() -> float:
+    def before() -> None:
+        batch.commit()
         for seq in seqs:
             seq.append(7)
-        taken = clocked(batch.reserve)
-        batch.commit()
-        return taken
 
-    return sample
+    return Timed(before, lambda _: batch.reserve())
 
 
-def lookup(spec: dict[str, Any], length: int) -> Sample:
+def lookup(spec: dict[str, Any], length: int) -> Timed:
     """Match a cached prompt, keys and all, as a queue that sorts by hits does."""
     owner = allocator(spec)
     seq = prompts(length)()
     prefill(owner, seq)
     owner.release([seq], Release.FINISH)
-    asked = [Sequence(f"q{number}", seq.token_ids) for number in range(10_000)]
-
-    def sample() -> float:
-        one = asked.pop()  # keys that a sequence remembers must not make the next look-up cheaper
-        return clocked(lambda: owner.match(one))
-
-    return sample
+    numbers = itertools.count()
+    # A new sequence each time: keys that one remembers must not make its next look-up cheaper.
+    return Timed(lambda: Sequence(f"q{next(numbers)}", seq.token_ids), owner.match)
 
 
-def release_pages(spec: dict[str, Any], num_pages: int) -> Sample:
+def release_pages(spec: dict[str, Any], num_pages: int) -> Timed:
     """Release a request of that many full pages; they stay cached."""
     owner = allocator(spec)
     fresh = prompts(num_pages * spec["page_size"])
 
-    def sample() -> float:
+    def before() -> list[Sequence]:
         seq = fresh()
         prefill(owner, seq)
-        return clocked(lambda: owner.release([seq], Release.FINISH))
+        return [seq]
 
-    return sample
+    return Timed(before, lambda seqs: owner.release(seqs, Release.FINISH))
 
 
-def admit(spec: dict[str, Any], length: int) -> Sample:
+def admit(spec: dict[str, Any], length: int) -> Timed:
     """pin and reserve a prompt that is not cached."""
     owner = allocator(spec)
     fresh = prompts(length)
+    live: list[Sequence] = []
 
-    def sample() -> float:
-        seq = fresh()
-        taken = clocked(lambda: owner.admit(seq))
-        owner.release([seq], Release.ABORT)
-        return taken
+    def before() -> Sequence:
+        owner.release(live, Release.ABORT)
+        live[:] = [fresh()]
+        return live[0]
 
-    return sample
+    return Timed(before, owner.admit)
 
 
-def cycle(spec: dict[str, Any], num_pages: int, pages_each: int = 64) -> Sample:
+def cycle(spec: dict[str, Any], num_pages: int, pages_each: int = 64) -> Timed:
     """A request of 64 pages through all four verbs, in a pool that is full of cached requests."""
     owner = allocator(spec, num_pages * spec["page_size"])
     fresh = prompts(pages_each * spec["page_size"])
-    for _ in range(num_pages // pages_each + 1):
-        seq = fresh()
+
+    def serve(seq: Sequence) -> None:
         prefill(owner, seq)
         owner.release([seq], Release.FINISH)
 
-    def sample() -> float:
-        seq = fresh()
-
-        def work() -> None:
-            owner.admit(seq)
-            owner.commit([(seq, seq.num_tokens)])
-            owner.release([seq], Release.FINISH)
-
-        return clocked(work)
-
-    return sample
+    for _ in range(num_pages // pages_each + 1):
+        serve(fresh())
+    return Timed(fresh, serve)
 
 
 # --- token ---
 
 
-def finish(spec: dict[str, Any], prompt: int, generated: int) -> Sample:
+def finish(spec: dict[str, Any], prompt: int, generated: int) -> Timed:
     """The end of a request with that many tokens: publish, free, unlock."""
     owner = allocator(spec)
     fresh = prompts(prompt)
 
-    def sample() -> float:
+    def before() -> list[Sequence]:
+        owner.reset()
         seq = fresh()
         prefill(owner, seq)
         for token in range(generated):
             seq.append(token)
         owner.extend(seq, generated)
         owner.commit([(seq, seq.num_tokens)])
-        taken = clocked(lambda: owner.release([seq], Release.FINISH))
-        owner.reset()
-        return taken
+        return [seq]
 
-    return sample
+    return Timed(before, lambda seqs: owner.release(seqs, Release.FINISH))
 
 
-def take_one(spec: dict[str, Any]) -> Sample:
-    """One page off the free list."""
-    owner: Any = allocator(spec)
-    free = owner._free
+def take_one(spec: dict[str, Any], times: int = 1000) -> Timed:
+    """One page off the free list, a thousand times."""
+    free = FreePages(POOL_TOKENS // spec["page_size"], fifo=spec["page_size"] == 1)
 
-    def sample() -> float:
-        def work() -> None:
-            for _ in range(1000):
-                free.take(1)
+    def work(_: None) -> None:
+        for _ in range(times):
+            free.take(1)
 
-        taken = clocked(work, 1000)
-        free.clear()
-        return taken
-
-    return sample
+    return Timed(free.clear, work, times)
 
 
-def path_match(page_size: int, tokens: int, nodes: int) -> Sample:
+def path_match(page_size: int, tokens: int, nodes: int) -> Timed:
     """Match a prompt that is stored as a path of so many nodes."""
     tree, width = RadixTree(), TOKEN_BYTES * page_size
     seq = prompts(tokens)()
@@ -207,30 +195,26 @@ def path_match(page_size: int, tokens: int, nodes: int) -> Sample:
     for start in range(0, len(pages), step):
         node, _, _ = tree.insert(node, data[start * width : (start + step) * width], width, pages, start)
     tree.unlock(node)
-    return lambda: clocked(lambda: tree.match(seq.token_ids.tobytes(), width))
+    return Timed(lambda: seq.token_ids, lambda ids: tree.match(ids.tobytes(), width))
 
 
-def tree_insert(page_size: int, tokens: int) -> Sample:
+def tree_insert(page_size: int, tokens: int) -> Timed:
     """Publish a prompt of which the tree has nothing."""
-    tree, width = RadixTree(), TOKEN_BYTES * page_size
+    width = TOKEN_BYTES * page_size
     fresh = prompts(tokens)
     pages = array("i", range(1, tokens // page_size + 1))
 
-    def sample() -> float:
-        seq = fresh()
+    def before() -> tuple[RadixTree, Node, Sequence]:
+        tree = RadixTree()
         root = tree.root()
         tree.lock(root)
-        ends: list[Node] = []
+        return tree, root, fresh()
 
-        def work() -> None:
-            ends.append(tree.insert(root, seq.token_ids.tobytes(), width, pages)[0])
+    def work(state: tuple[RadixTree, Node, Sequence]) -> None:
+        tree, root, seq = state
+        tree.insert(root, seq.token_ids.tobytes(), width, pages)
 
-        taken = clocked(work)
-        tree.unlock(ends[0])
-        tree.evict(len(pages))
-        return taken
-
-    return sample
+    return Timed(before, work)
 
 
 def tree_of_leaves(num_leaves: int, page_size: int, leaf_tokens: int = LEAF_TOKENS) -> Callable[[], RadixTree]:
@@ -253,15 +237,29 @@ def tree_of_leaves(num_leaves: int, page_size: int, leaf_tokens: int = LEAF_TOKE
     return filled
 
 
-def tree_evict(page_size: int, num_leaves: int, tokens: int) -> Sample:
+def tree_evict(page_size: int, num_leaves: int, tokens: int, leaf_tokens: int = LEAF_TOKENS) -> Timed:
     """Let the oldest leaves go until so many tokens are free."""
-    filled = tree_of_leaves(num_leaves, page_size)
+    filled = tree_of_leaves(num_leaves, page_size, leaf_tokens)
+    return Timed(filled, lambda tree: tree.evict(max(tokens // page_size, 1)))
 
-    def sample() -> float:
-        tree = filled()
-        return clocked(lambda: tree.evict(max(tokens // page_size, 1)))
 
-    return sample
+def tree_hold(num_leaves: int, times: int = 100) -> Timed:
+    """Match a leaf, lock it, unlock it, anywhere in a tree of leaves."""
+    tree = tree_of_leaves(num_leaves, 1, 1)()
+    keys = [node.edge for node in tree.nodes()][:: max(num_leaves // 1000, 1)]
+    starts = itertools.cycle(range(0, len(keys) - times + 1, times))
+
+    def work(chosen: list[bytes]) -> None:
+        for key in chosen:
+            node, _ = tree.match(key, TOKEN_BYTES)
+            tree.lock(node)
+            tree.unlock(node)
+
+    def before() -> list[bytes]:
+        start = next(starts)
+        return keys[start : start + times]
+
+    return Timed(before, work, times)
 
 
 # --- the list ---
@@ -273,7 +271,7 @@ def token_ops() -> list[Op]:
     for size in (1, 16):
         spec = {"kind": "token", "page_size": size}
 
-        def add(name: str, make: Callable[..., Sample], *arguments: Any, size: int = size) -> None:
+        def add(name: str, make: Callable[..., Timed], *arguments: Any, size: int = size) -> None:
             ops.append(Op(name, "token", size, lambda: make(*arguments)))
 
         add("take 1 page", take_one, spec)
@@ -295,7 +293,7 @@ def block_ops() -> list[Op]:
     for form in ("hashed", "runs"):
         spec = {"kind": "block", "page_size": 16, "form": form}
 
-        def add(name: str, make: Callable[..., Sample], *arguments: Any, form: str = form) -> None:
+        def add(name: str, make: Callable[..., Timed], *arguments: Any, form: str = form) -> None:
             ops.append(Op(name, f"block {form}", 16, lambda: make(*arguments)))
 
         add("look up 4,096 cached tokens", lookup, spec, 4096)

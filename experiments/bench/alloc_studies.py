@@ -14,7 +14,16 @@ from kvarena.allocators.config import make_allocator
 from kvarena.allocators.interface import KVAllocator, Release, Sequence
 from kvarena.allocators.token import TokenAllocator
 from kvarena.experiments.bench.alloc_load import POOL_TOKENS, Prompt, page_names
-from kvarena.experiments.bench.alloc_ops import Sample, allocator, cycle, prefill, prompts, tree_evict, tree_of_leaves
+from kvarena.experiments.bench.alloc_ops import (
+    Timed,
+    allocator,
+    cycle,
+    prefill,
+    prompts,
+    tree_evict,
+    tree_hold,
+    tree_of_leaves,
+)
 
 VERBS = ("pin", "reserve", "commit", "release")
 DIGEST_BYTES = 16  # what a page's hash is chained to
@@ -153,52 +162,32 @@ def _depth(owner: KVAllocator, seq: Sequence) -> int:
     return depth
 
 
-def growth(largest: int) -> Iterator[tuple[str, str, int, int, Sample]]:
-    """(what, design, page size, pages or nodes, sampler), sizes rising by tens from 10^4 pages or 10^3 nodes."""
+def growth(largest: int) -> Iterator[tuple[str, str, int, int, Timed]]:
+    """(what, design, page size, size, timed), sizes rising by tens from 10^4 pages or 10^3 leaves."""
     for contender in CONTENDERS:
-        pages = 10_000
-        while pages <= largest:
+        for pages in _tens(10_000, largest):
             name = "request of 64 pages, pool full"
             yield name, contender.design, contender.page_size, pages, cycle(contender.spec, pages)
-            pages *= 10
-    for name, make in (("evict the oldest of all leaves", tree_evict), ("match, touch and hold a leaf", _tree_hold)):
-        nodes = 1000
-        while nodes <= largest:
-            sampler = make(1, nodes, 1) if make is tree_evict else make(nodes)  # type: ignore[call-arg, arg-type]
-            yield name, "token", 1, nodes, sampler
-            nodes *= 10
+    for leaves in _tens(1000, largest):
+        yield "evict the oldest of all leaves", "token", 1, leaves, tree_evict(1, leaves, 1, leaf_tokens=1)
+    for leaves in _tens(1000, largest):
+        yield "match, touch and hold a leaf", "token", 1, leaves, tree_hold(leaves)
 
 
-def _tree_hold(num_leaves: int) -> Sample:
-    """Match a leaf, lock it, unlock it, in trees of any size."""
-    tree = tree_of_leaves(num_leaves, 1, 1)()
-    width = 4
-    keys = [node.edge for node in tree.nodes()][:: max(num_leaves // 1000, 1)]
-    at = 0
-
-    def sample() -> float:
-        nonlocal at
-        batch = keys[at : at + 100] or keys[:100]
-        at = at + 100 if at + 100 < len(keys) else 0
-        start = time.process_time_ns()
-        for key in batch:
-            node, _ = tree.match(key, width)
-            tree.lock(node)
-            tree.unlock(node)
-        return (time.process_time_ns() - start) / len(batch)
-
-    return sample
+def _tens(first: int, last: int) -> Iterator[int]:
+    while first <= last:
+        yield first
+        first *= 10
 
 
-def memory(contender: Contender, num_pages: int = 65_536) -> float:
+def memory(contender: Contender, num_tokens: int) -> float:
     """Bytes a cached token: a pool filled with leaves of 1,024 tokens, all memory of the allocator counted."""
     size = contender.page_size
     fresh = prompts(1024)
-    rounds = num_pages * size // 1024
     gc.collect()
     tracemalloc.start()
-    owner = make_allocator(contender.spec, num_pages=num_pages)
-    for _ in range(rounds):
+    owner = allocator(contender.spec, num_tokens)
+    for _ in range(num_tokens // 1024):
         seq = fresh()
         prefill(owner, seq)
         owner.release([seq], Release.FINISH)

@@ -37,10 +37,11 @@ class Effort:
     repeats: int = 5
     samples: int = 41
     largest: int = 1_000_000
+    memory_tokens: int = 1_048_576
 
     @classmethod
     def quick(cls) -> Effort:
-        return cls(num_requests=300, repeats=2, samples=5, largest=10_000)
+        return cls(num_requests=300, repeats=2, samples=5, largest=10_000, memory_tokens=65_536)
 
 
 def run(chosen: Iterable[str], effort: Effort, say: Say) -> Iterator[Row]:
@@ -59,7 +60,7 @@ def run(chosen: Iterable[str], effort: Effort, say: Say) -> Iterator[Row]:
         "op": lambda: op_rows(effort),
         "latency": lambda: latency_rows(load),
         "growth": lambda: growth_rows(effort),
-        "memory": memory_rows,
+        "memory": lambda: memory_rows(effort),
     }
     for study in STUDIES:
         if study in chosen:
@@ -175,17 +176,17 @@ def latency_rows(load: list[Prompt]) -> Iterator[Row]:
 
 def growth_rows(effort: Effort) -> Iterator[Row]:
     """The same operation in ever larger pools and trees."""
-    for name, design, page_size, size, sample in studies.growth(effort.largest):
-        sample()
-        values = [sample() / 1000 for _ in range(effort.samples)]
+    for name, design, page_size, size, timed in studies.growth(effort.largest):
+        timed.sample()
+        values = [timed.sample() for _ in range(effort.samples)]
         yield row("growth", name, design, page_size, "us", values) | {"size": size}
 
 
-def memory_rows() -> Iterator[Row]:
+def memory_rows(effort: Effort) -> Iterator[Row]:
     """Bytes a cached token and a node, seconds to build a large pool."""
     for contender in studies.CONTENDERS:
         labels = (contender.design, contender.page_size)
-        yield row("memory", "bytes a cached token", *labels, "bytes", [studies.memory(contender)])
+        yield row("memory", "bytes a cached token", *labels, "bytes", [studies.memory(contender, effort.memory_tokens)])
         seconds = [studies.build_seconds(contender)]
         yield row("memory", "seconds to build 1,000,000 pages", *labels, "s", seconds)
     yield row("memory", "bytes a radix node", "token", 1, "bytes", [studies.node_bytes()])

@@ -1,0 +1,147 @@
+"""The allocator benchmark: its rows, its verdicts, its tables, and a pytest-benchmark case for every operation.
+
+Times are compared by pytest-benchmark and never asserted; what is asserted is that everything runs and says what it
+should.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kvarena.allocators.config import make_allocator
+from kvarena.experiments.bench import alloc_studies, allocators
+from kvarena.experiments.bench.alloc_load import page_names, replay_prompts
+from kvarena.experiments.bench.alloc_ops import Op, block_ops, token_ops
+from kvarena.experiments.bench.alloc_recorded import MARKS, Mark
+from kvarena.experiments.bench.alloc_tables import growth_figure, text
+from kvarena.experiments.cli import app
+from typer.testing import CliRunner
+
+OPS = [*token_ops(), *block_ops()]
+SMALL = allocators.Effort(num_requests=60, repeats=2, samples=2, largest=10_000, memory_tokens=16_384)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: f"{op.design}-{op.page_size}-{op.name}".replace(" ", "_"))
+def test_benchmark_of(benchmark: Any, op: Op) -> None:
+    benchmark.group = op.name
+    timed = op.make()
+    benchmark.pedantic(timed.work, setup=lambda: ((timed.before(),), {}), rounds=3, warmup_rounds=1)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    return list(allocators.run(allocators.STUDIES, SMALL, lambda _: None))
+
+
+def test_every_study_gives_rows_and_every_row_is_whole(rows: list[dict[str, Any]]) -> None:
+    header, *others = rows
+    assert header["study"] == "header"
+    assert header["schema_version"] == 1
+    assert {row["study"] for row in others} == set(allocators.STUDIES)
+    for row in others:
+        assert row["low"] <= row["value"] <= row["high"]
+        assert row["unit"]
+        json.dumps(row)
+
+
+def test_every_yardstick_belongs_to_a_measurement(rows: list[dict[str, Any]]) -> None:
+    measured = {(row["study"], row["name"], row["design"], row["page_size"]) for row in rows[1:]}
+    assert set(MARKS) <= measured
+
+
+def test_the_table_has_a_line_for_every_row(rows: list[dict[str, Any]]) -> None:
+    table = text(rows)
+    for row in rows[1:]:
+        assert row["name"] in table
+    assert "recorded 2026-11-29" in table
+
+
+def test_growth_has_a_panel_for_each_operation_and_a_line_for_each_design(rows: list[dict[str, Any]]) -> None:
+    panels = growth_figure(rows).axes
+    assert [len(ax.get_lines()) for ax in panels] == [4, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("value", "mark", "unit", "expected"),
+    [
+        (10, Mark(100, 8, 12), "us", "must"),
+        (8, Mark(100, 8, 12), "us", "aim"),
+        (13, Mark(100, 8, 12), "us", "no"),
+        (900, Mark(100, 8, 12), "requests/CPU s", "must"),
+        (1300, Mark(100, 8, 12), "requests/CPU s", "aim"),
+        (700, Mark(100, 8, 12), "requests/CPU s", "no"),
+        (700, Mark(None, 800, 900, absolute=True), "requests/CPU s", "no"),
+        (850, Mark(None, 800, 900, absolute=True), "requests/CPU s", "must"),
+        (17, Mark(34, 16, 12, absolute=True), "bytes", "no"),
+        (15, Mark(34, 16, 12, absolute=True), "bytes", "must"),
+        (11, Mark(34, 16, 12, absolute=True), "bytes", "aim"),
+        (11, Mark(34), "bytes", None),
+    ],
+)
+def test_the_verdict_follows_the_direction_of_the_unit(value: float, mark: Mark, unit: str, expected: str) -> None:
+    assert allocators._met(value, mark, unit) == expected
+
+
+def test_an_unknown_study_is_an_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"expected some of counts, replay.*found speed"):
+        list(allocators.run(["speed"], SMALL, lambda _: None))
+
+
+def test_nothing_is_timed_when_the_forms_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = alloc_studies.serve, []
+
+    def lying(owner: Any, seq: Any) -> int:
+        calls.append(seq)
+        return real(owner, seq) + (len(calls) == 70)
+
+    monkeypatch.setattr(alloc_studies, "serve", lying)
+    with pytest.raises(ValueError, match="different hits"):
+        alloc_studies.gate(replay_prompts(60))
+
+
+def test_the_workload_is_the_one_described() -> None:
+    prompts = replay_prompts(6000)
+    assert 950 < np.mean([len(prompt) for prompt in prompts]) < 1080
+    assert all((one == two).all() for one, two in zip(prompts, replay_prompts(6000), strict=True))
+    starts = {prompt[:128].tobytes() for prompt in prompts}
+    assert len(starts) <= 64
+
+
+def test_page_names_stand_for_all_that_came_before() -> None:
+    one, two = np.arange(40, dtype=np.int32), np.arange(40, dtype=np.int32)
+    two[3] = 99
+    first, second, third = page_names([one, two, one[:33]], 16)
+    assert not set(first) & set(second)
+    assert third[:2] == first[:2]
+    assert third[2] != first[2]
+
+
+def test_counts_do_not_depend_on_the_form_of_the_block_design() -> None:
+    load = replay_prompts(80)
+    by_design = {
+        contender.design: alloc_studies.counts(contender, alloc_studies.sequences(load, 16, hashes=False))
+        for contender in alloc_studies.CONTENDERS
+        if contender.page_size == 16
+    }
+    assert by_design["block hashed"] == by_design["block runs"]
+    assert by_design["token"]["bytes_hashed"] == 0
+    assert by_design["token"]["nodes_visited"] > 0
+
+
+def test_a_pool_that_is_too_small_is_an_error() -> None:
+    (seq,) = alloc_studies.sequences(replay_prompts(1), 16, hashes=False)
+    owner = make_allocator("vllm", num_pages=2)
+    with pytest.raises(ValueError, match="too small"):
+        alloc_studies.serve(owner, seq)
+
+
+def test_the_command_writes_rows_table_and_figure(tmp_path: Path) -> None:
+    arguments = ["bench", "allocators", "--quick", "--only", "growth", "--out", str(tmp_path / "bench")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    names = {path.name for path in (tmp_path / "bench").iterdir()}
+    assert names == {"allocators.jsonl", "allocators.txt", "growth.pdf", "growth.svg", "growth.png"}
+    lines = (tmp_path / "bench" / "allocators.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["study"] == "header"
