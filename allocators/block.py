@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from itertools import islice
 from typing import Any
 
+from kvarena.allocators.block_check import describe, problems
 from kvarena.allocators.block_hashed import HashedPages
 from kvarena.allocators.block_rows import PageStore, Plan, Row
 from kvarena.allocators.block_runs import PageRuns
@@ -44,7 +44,6 @@ from kvarena.allocators.interface import (
 from kvarena.allocators.window import SlidingWindow
 from kvarena.prefix.page_text import HashFn
 
-SHOWN = 64  # entries of a list that a display shows
 NO_ANSWER: Any = None  # stands in a batch's answers until the sequence is served
 
 
@@ -396,47 +395,17 @@ class BlockAllocator(KVAllocator):
 
     def check(self) -> None:
         """Recompute refs, states, counters and content from rows, queue and texts. AllocatorError with a dump."""
-        found = [*self._store.problems(list(self._rows.values()), list(self._pins.values())), *self._row_problems()]
+        found = problems(self)
         if found:
-            raise AllocatorError("; ".join(found) + "\n" + repr(self))
-
-    def _row_problems(self) -> Iterable[str]:
-        size = self.page_size
-        for name, row in self._rows.items():
-            if name in self._pins:
-                yield f"request {name!r} is pinned and live"
-            if not row.adopted <= row.published <= len(row.pages) or not 0 <= row.committed <= len(row.pages) * size:
-                yield (
-                    f"request {name!r}: {row.adopted} adopted, {row.published} published, {row.committed} tokens "
-                    f"committed do not fit {len(row.pages)} pages"
-                )
-            if self._window is None and 0 in row.pages:
-                yield f"request {name!r}: a page left the row without a window"
-        wasted = sum(len(row.pages) * size - row.committed for row in self._rows.values())
-        if self._wasted != wasted:
-            yield f"wasted slots are {self._wasted}, counted {wasted}"
+            raise AllocatorError("; ".join(found) + "\n" + describe(self))
 
     def __repr__(self) -> str:
-        """Counts, rows and queue, long lists cut; * marks a page that serves hits, (n) one that n rows hold."""
-        room = self.capacity()
-        lines = [
-            f"BlockAllocator: {room.num_pages} pages x {room.page_size} tokens, {room.free} free, "
-            f"{room.evictable} evictable, {room.in_use} in use"
-        ]
-        marks = self._store.marks([*self._rows.values(), *self._pins.values()])
-        for title, rows in (("row", self._rows), ("pin", self._pins)):
-            for name, row in islice(rows.items(), SHOWN):
-                tokens = f"{row.committed}/{len(row.pages) * room.page_size} tokens"
-                lines.append(f"  {title} {name}: {_listed(row.pages, marks)} ({tokens})")
-            if len(rows) > SHOWN:
-                lines.append(f"  ... {len(rows) - SHOWN} more")
-        lines.append(f"  queue, head first: {_listed(self._store.queue(), marks)}")
-        return "\n".join(lines)
+        return describe(self)
 
     def __rich__(self) -> Any:
         from rich.panel import Panel
 
-        head, _, body = repr(self).partition("\n")
+        head, _, body = describe(self).partition("\n")
         return Panel(body, title=head, title_align="left", expand=False)
 
 
@@ -454,8 +423,3 @@ def _make_store(
 
 def _joined(left: PageIds, right: PageIds) -> PageIds:
     return array("i", [*left, *right]) if left and right else left or right
-
-
-def _listed(pages: Iterable[int], marks: Any) -> str:
-    shown = [f"{page}{marks.get(page, '')}" for page in islice(pages, SHOWN + 1)]
-    return " ".join([*shown[:SHOWN], "..."] if len(shown) > SHOWN else shown) or "empty"

@@ -1,12 +1,13 @@
 """The free queue of the block design: which page is taken next, and by the same order which content goes first.
 
-A doubly linked list over page ids in two int lists, closed by page 0, which never stands in it. Pages without
+A doubly linked list over page ids in two int32 arrays, closed by page 0, which never stands in it. Pages without
 content return to the head and are taken first; cached ones return to the tail, so the head side of them is the
 least recently released. Removal anywhere costs O(1).
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 
 END = 0
@@ -26,8 +27,8 @@ class FreeQueue:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages  # pages in the queue now
-        self._next = [*range(1, num_pages + 1), END]
-        self._previous = [num_pages, *range(num_pages)]
+        self._next = array("i", [*range(1, num_pages + 1), END])
+        self._previous = array("i", [num_pages, *range(num_pages)])
 
     def __len__(self) -> int:
         return self.num_pages
