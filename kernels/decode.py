@@ -54,6 +54,32 @@ def _chunk_bounds(seq_len, window, num_splits, min_chunk, HAS_WINDOW: tl.constex
 
 
 @triton.jit
+def _to_half(b_q, qk_scale):
+    """bfloat16 queries as float16, times a power of two that makes the largest about 1: exact, and undone in qk_scale.
+
+    One-byte numbers become float16 in one instruction for two, bfloat16 in several slow ones for each.
+    """
+    largest = tl.max(tl.max(tl.abs(b_q.to(tl.float32)), 1), 0)
+    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 27)  # biased by 127
+    up = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    down = (exponent << 23).to(tl.float32, bitcast=True)
+    return (b_q.to(tl.float32) * up).to(tl.float16), qk_scale * down
+
+
+@triton.jit
+def _widen(b_kv, dtype: tl.constexpr, TO_HALF: tl.constexpr):
+    """A block of K or V in the dtype of the dot.
+
+    int8 to float16 by its bits: 0x6400 + u is 1024 + u, and flipping the sign bit of the byte adds 128.
+    """
+    if TO_HALF:
+        if b_kv.dtype == tl.int8:
+            bits = b_kv.to(tl.uint8, bitcast=True).to(tl.uint16) ^ 0x6480
+            return bits.to(tl.float16, bitcast=True) - 1152.0
+    return b_kv.to(dtype)
+
+
+@triton.jit
 def _decode_kernel(
     q_ptr,
     key_ptr,
@@ -100,6 +126,7 @@ def _decode_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     SPLIT: tl.constexpr,
+    TO_HALF: tl.constexpr,
 ):
     i_kv = tl.program_id(0) // HEAD_BLOCKS
     i_split = tl.program_id(1)
@@ -118,6 +145,8 @@ def _decode_kernel(
     o_d = tl.arange(0, BLOCK_D)
     p_q = q_ptr + i_b * q_stride_b + o_h[:, None] * q_stride_h + o_d[None, :]
     b_q = tl.load(p_q, mask=m_h[:, None] & (o_d < D)[None, :], other=0.0)  # [BLOCK_H, BLOCK_D]
+    if TO_HALF:
+        b_q, qk_scale = _to_half(b_q, qk_scale)
     if k_scale_ptr is not None:
         qk_scale *= tl.load(k_scale_ptr + i_kv * k_scale_stride)
     if v_scale_ptr is not None:
@@ -141,7 +170,7 @@ def _decode_kernel(
         page, offset = locate(p_row, at, LOG_ENTRY, LOG_PAGE)
         b_k = load_rows(p_key, page, offset, key_stride_p, key_stride_s, D, BLOCK_D)
         b_v = load_rows(p_value, page, offset, value_stride_p, value_stride_s, DV, BLOCK_DV)
-        s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")  # [BLOCK_H, BLOCK_N]
+        s = tl.dot(b_q, tl.trans(_widen(b_k, b_q.dtype, TO_HALF)), input_precision="ieee")  # [BLOCK_H, BLOCK_N]
         factor = qk_scale
         if HAS_CAP:
             s = cap_scores(s * qk_scale, cap)
@@ -152,7 +181,7 @@ def _decode_kernel(
             s += b_slope[:, None] * (o_n - (seq_len - 1))[None, :]
         s = tl.where(m_n[None, :], s, float("-inf"))
         p, m_i, l_i, alpha = softmax_step(s, factor, m_i, l_i, False)
-        acc = acc * alpha[:, None] + tl.dot(p.to(b_q.dtype), b_v.to(b_q.dtype), input_precision="ieee")
+        acc = acc * alpha[:, None] + tl.dot(p.to(b_q.dtype), _widen(b_v, b_q.dtype, TO_HALF), input_precision="ieee")
 
     out, lse = finish(acc, m_i, l_i, v_scale)
     o_dv = tl.arange(0, BLOCK_DV)
@@ -237,7 +266,8 @@ def decode_config(batch: int, kv_blocks: int, capacity: int, row_bytes: int) -> 
     them are just under two waves of what the multiprocessors hold at once: one program with 128-token blocks (the most
     bytes in flight, where a chunk is long or work is plenty), two or three with 64, four with 32 where requests are
     short. From 2^24 tokens on chunks are shorter again: a long request in a mixed batch must not end last.
-    Rows of 512 bytes and more halve the block so that the loads in flight fit in shared memory.
+    Rows of 512 bytes and more halve the block so that the loads in flight fit in shared memory; rows of 128 bytes
+    take more stages.
     """
     programs = batch * kv_blocks
     work = programs * capacity
@@ -255,6 +285,8 @@ def decode_config(batch: int, kv_blocks: int, capacity: int, row_bytes: int) -> 
         block_n, num_warps, num_stages = 32, 2, 4
     else:
         block_n, num_warps, num_stages = 64, 2, 3
+    if row_bytes <= 128 and block_n == 128:
+        num_stages = 6
     while row_bytes > 256 and block_n > 16:
         row_bytes //= 2
         block_n //= 2
@@ -440,6 +472,7 @@ def _prepare(
             "HAS_WINDOW": window is not None,
             "HAS_CAP": softcap is not None,
             "SPLIT": splits > 1,
+            "TO_HALF": key_cache.element_size() == 1 and q.dtype == torch.bfloat16,
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         },
