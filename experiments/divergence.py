@@ -83,9 +83,16 @@ def _pair(result: Result, a: str | None, b: str | None) -> tuple[str, str] | Non
     for name in (a, b):
         if name is not None and name not in result.allocators:
             raise ValueError(f"allocator {name!r} is not in this result; it has {', '.join(result.allocators)}")
-    names = [entry["name"] for entry in result.manifest["allocators"] if entry["shares_prefixes"]]
-    names = [name for name in (a, b) if name] + [name for name in names if name not in (a, b)]
-    return (names[0], names[1]) if len(names) > 1 else None
+    entries = {entry["name"]: entry for entry in result.manifest["allocators"]}
+    names = [name for name, entry in entries.items() if entry["shares_prefixes"]]
+    first = a or next((name for name in names if name != b), None)
+    if first is None:
+        return None
+    others = [name for name in names if name != first]
+    # Another design says more than another page size of the same one.
+    others.sort(key=lambda name: entries[name]["kind"] == entries[first]["kind"])
+    second = b or next(iter(others), None)
+    return None if second is None else (first, second)
 
 
 def find_divergence(result: Result, names: tuple[str, str], pool: int) -> Divergence | None:

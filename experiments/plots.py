@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 MAX_POINTS = 1500
+BAND_ALPHA = 0.18
 _LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8, "borderaxespad": 0}
 WASTE_KINDS = {"tail_waste_bytes": "tail", "reservation_bytes": "reservation", "duplicate_bytes": "duplicates"}
 VERBS = ("pin", "reserve", "commit", "release")
@@ -73,13 +74,16 @@ def hit_rate(result: Result, ax: Axes | None = None) -> Axes:
 def _hit_rate(result: Result, ax: Axes) -> Axes:
     for name, look in _looks(result).items():
         table = _over_seeds(result.summary, name, "token_hit_rate", scale=100)
-        draw_series(ax, table["pool_bytes"], table["mean"], look, band=(table["min"], table["max"]))
+        draw_series(ax, table["pool_bytes"], table["mean"], look, band=_band(result, table))
         ceiling = _over_seeds(result.summary, name, "token_hit_rate_ceiling", scale=100)["mean"].dropna()
         if len(ceiling):
             ax.axhline(ceiling.iloc[0], color=look.colour, linestyle=(0, (2, 2)), linewidth=1, zorder=1)
     ax.axhline(0, color="#555555", linewidth=1, linestyle=":", zorder=1)
     for dashes, text in (((0, (2, 2)), "infinite cache, at each design's grain"), (":", "no cache")):
         ax.plot([], [], color="#555555", linestyle=dashes, linewidth=1, label=text)
+    seeds = result.summary["seed"].nunique()
+    if seeds > 1:
+        ax.fill_between([], [], [], color="#555555", alpha=BAND_ALPHA, linewidth=0, label=f"range over {seeds} seeds")
     ax.set_ylabel("token hit rate (%)")
     ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
     _pool_axis(ax, result.summary)
@@ -200,7 +204,7 @@ def evictions(result: Result, ax: Axes | None = None) -> Axes:
     frame = result.summary.assign(evicted_gib=result.summary["evicted_pages"] * page_bytes / 2**30)
     for name, look in _looks(result).items():
         table = _over_seeds(frame, name, "evicted_gib")
-        draw_series(ax, table["pool_bytes"], table["mean"], look, band=(table["min"], table["max"]))
+        draw_series(ax, table["pool_bytes"], table["mean"], look, band=_band(result, table))
     ax.set_ylabel("evicted KV (GiB, whole run)")
     ax.set_ylim(bottom=0)
     _pool_axis(ax, frame)
@@ -259,7 +263,13 @@ def draw_series(
     marker: dict[str, Any] = {"marker": look.marker, "markerfacecolor": look.face, "markeredgewidth": 1.2}
     ax.plot(list(x), values, linestyle=look.dashes, color=look.colour, label=text or None, **marker)
     if band is not None and any(a != b for a, b in zip(*band, strict=True)):
-        ax.fill_between(list(x), list(band[0]), list(band[1]), color=look.colour, alpha=0.18, linewidth=0)
+        ax.fill_between(list(x), list(band[0]), list(band[1]), color=look.colour, alpha=BAND_ALPHA, linewidth=0)
+
+
+def _band(result: Result, table: pd.DataFrame) -> tuple[Any, Any] | None:
+    """Range over the seeds; left out where bands of many allocators would hide each other. Paired differences keep
+    theirs."""
+    return (table["min"], table["max"]) if len(result.allocators) <= 2 else None
 
 
 def _over_seeds(frame: pd.DataFrame, name: str, column: str, scale: float = 1) -> pd.DataFrame:

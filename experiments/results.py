@@ -115,8 +115,8 @@ class Result:
     ) -> Divergence | None:
         """The first request on which two allocators differ in hit tokens or admission, with the reason.
 
-        Default: the first two allocators that share prefixes, at the reference pool; for these the evidence (who
-        evicted the missing page) was recorded by the run. None when they never differ.
+        Default: the first allocator that shares prefixes and the first of another kind, at the reference pool; for
+        these the evidence (who evicted the missing page) was recorded by the run. None when they never differ.
         """
         from kvarena.experiments.divergence import first_divergence
 

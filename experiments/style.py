@@ -87,7 +87,7 @@ def looks(entries: Iterable[Mapping[str, Any]]) -> dict[str, Look]:
 def shade(colour: str, doublings: float) -> str:
     """Darker for larger pages than the preset's, lighter for smaller ones."""
     target = 0 if doublings > 0 else 255
-    weight = min(abs(doublings) * SHADE_A_STEP, 0.6)
+    weight = min(abs(doublings) * SHADE_A_STEP, 0.45)
     parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(part + (target - part) * weight):02X}" for part in parts)
 
