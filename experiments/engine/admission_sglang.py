@@ -28,7 +28,8 @@ class Admitter:
         self.page_size = scheduler.allocator.page_size
         self.slots = slots
         self.takes: list[Take] = []
-        self.pins: dict[str, Pin] = {}
+        # Admitted by this try: with the pin that holds the prefix, or None for who came back from the host.
+        self.fresh: dict[str, Pin | None] = {}
         ratio = scheduler.ratio.value
         # Finished requests that the decode batch still lists count too, with what they did not generate.
         self.reserved: float = sum(
@@ -53,7 +54,7 @@ class Admitter:
                 running.full = bool(self.takes or running.requests)
             if verdict:
                 break
-        for _ in range(sum(request.id in self.pins for request, _, _ in self.takes)):
+        for _ in range(sum(request.id in self.fresh for request, _, _ in self.takes)):
             self.scheduler.waiting.popleft()
 
     def _available(self) -> int:
@@ -86,7 +87,10 @@ class Admitter:
 
     def _try(self, request: EngineRequest) -> str:
         """Admit one request; "" to go on with the next, else why the pass ends here."""
-        pin = self._pin(request)
+        if self.scheduler.on_host(request):
+            return self._try_returning(request)
+        request.seq.resume()
+        pin = self.allocator.pin(request.seq, self._gate(request))
         if pin is None:
             return "no token"
         rest = request.num_tokens - pin.hit_tokens
@@ -94,16 +98,28 @@ class Admitter:
         if n == 0:
             self.allocator.release([request.seq], Release.ABORT)
             return "other"
-        self.pins[request.id] = pin
+        self.fresh[request.id] = pin
         request.num_computed = pin.hit_tokens
         self._take(request, n, n == rest)
         return self._exhausted()
 
-    def _pin(self, request: EngineRequest) -> Pin | None:
-        request.seq.resume()
+    def _try_returning(self, request: EngineRequest) -> str:
+        """As `_try`, for a request whose KV comes back from the host."""
+        rest = request.num_tokens - request.kept_tokens
+        if self._cut(rest, request.kept_tokens) == 0:
+            return "other"
+        if not self.scheduler.swap_in(request, self._gate(request)):
+            return "no token"
+        self.fresh[request.id] = None
+        rest = request.num_tokens - request.num_computed
+        n = self._cut(rest, request.num_computed)
+        self._take(request, n, n == rest)
+        return self._exhausted()
+
+    def _gate(self, request: EngineRequest) -> Gate:
         output = min(request.max_tokens - request.num_output, OUTPUT_CAP)
         headroom = output + self.page_size + math.floor(self.reserved)
-        return self.allocator.pin(request.seq, Gate(page_rounded=False, strict=True, headroom=headroom))
+        return Gate(page_rounded=False, strict=True, headroom=headroom)
 
     def _cut(self, rest: int, hit: int) -> int:
         """Tokens of the prompt that this pass computes; 0: none of it can run in what is left."""
@@ -132,20 +148,24 @@ class Admitter:
         while self.takes and not self.scheduler.try_reserve([(request, n) for request, n, _ in self.takes]):
             self._put_back_last()
         for request, _, _ in self.takes:
-            if request.id in self.pins:
-                request.admitted(self.pins[request.id].hit_tokens)
+            pin = self.fresh.get(request.id)
+            if pin is not None:
+                request.admitted(pin.hit_tokens)
         return self.takes
 
     def _put_back_last(self) -> None:
         request, _, _ = self.takes.pop()
-        if request.id not in self.pins:
+        if request.id not in self.fresh:
             self.scheduler.chunk_refused()
             return
-        del self.pins[request.id]
+        if self.fresh.pop(request.id) is None:
+            self.scheduler.send_back(request)
         request.num_computed = 0
         self.scheduler.waiting.appendleft(request)
-        for fresh, _, _ in self.takes:  # the refusal let their pins go as well
-            if fresh.id in self.pins:
-                pin = self.allocator.pin(fresh.seq, Gate(whole_prompt=False))
-                if pin is None or pin.hit_tokens != self.pins[fresh.id].hit_tokens:
-                    raise AllocatorError(f"request {fresh.id}: the prefix of a refused batch changed")
+        for other, _, _ in self.takes:  # the refusal let their pins go as well
+            before = self.fresh.get(other.id)
+            if before is None:
+                continue
+            pin = self.allocator.pin(other.seq, Gate(whole_prompt=False))
+            if pin is None or pin.hit_tokens != before.hit_tokens:
+                raise AllocatorError(f"request {other.id}: the prefix of a refused batch changed")

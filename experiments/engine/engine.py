@@ -71,6 +71,7 @@ class Engine:
     def step(self) -> StepRecord:
         """Schedule and launch one step, and process the results that are due."""
         plan = self.scheduler.schedule()
+        plan.moves = self.scheduler.take_moves()
         self.executor.launch(plan)
         due: StepPlan | None = plan
         if self.lag:

@@ -37,6 +37,7 @@ MEASURES = {
     "mean_batch": ("requests in a step, mean", ".1f"),
     "preemptions": ("preemptions", ",.0f"),
     "recomputed_tokens": ("tokens computed again after them", ",.0f"),
+    "swapped_tokens": ("tokens copied back from the host instead", ",.0f"),
     "readmitted_hit_tokens": ("hit tokens of re-admissions (apart)", ",.0f"),
 }
 

@@ -8,7 +8,9 @@ touch in token).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from operator import itemgetter
+from typing import cast
 
 from kvarena.allocators.interface import KVAllocator, Match
 from kvarena.experiments.engine.request import EngineRequest
@@ -77,7 +79,8 @@ def _shares(request: EngineRequest, seen: set[tuple[object, ...]]) -> bool:
     if request.num_tokens < DEFERRAL_TOKENS:
         return False
     ids = seq.token_ids if seq.page_hashes is None else seq.page_hashes
-    items = tuple(item for item in seq.extra_keys if item[0] < DEFERRAL_TOKENS)
+    every = cast("tuple[tuple[int, int, Hashable], ...]", seq.extra_keys)
+    items = tuple(item for item in every if item[0] < DEFERRAL_TOKENS)
     key = (seq.namespace, items, bytes(memoryview(ids)[: _head_ids(request)]))
     if key in seen:
         return True

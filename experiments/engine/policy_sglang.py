@@ -151,7 +151,7 @@ class SglangScheduler(Scheduler):
             plan.batch.append(launched(request, n, whole))
             if not whole:
                 self.chunked = request
-            if request.state is not State.RUNNING:
+            if request.id in admitter.fresh:
                 request.state = State.RUNNING
                 self.num_rows += 1
                 plan.admitted.append(request)
@@ -236,6 +236,10 @@ class SglangScheduler(Scheduler):
             self._throw_back(self.chunked)
             self.waiting.append(self.chunked)
             self.chunked = None
+
+    def send_back(self, request: EngineRequest) -> None:
+        """A request that came back from the host in a batch that has no room: it holds no row yet."""
+        super()._throw_back(request)
 
     def _unblock(self) -> bool:
         """Nothing runs and the head of the queue is refused by an idle pool: it can never be served."""

@@ -154,6 +154,8 @@ class VllmScheduler(Scheduler):
     def _admit_head(self, plan: StepPlan) -> bool:
         """Admit the head of the queue, or leave it and everything behind it where it stands."""
         request = self.waiting[0]
+        if self.on_host(request):
+            return self._admit_returning(request, plan)
         pin = self._pin(request)
         if pin is None:
             return False
@@ -167,12 +169,29 @@ class VllmScheduler(Scheduler):
         if not self.try_reserve([(request, n)]):
             request.num_computed = 0
             return False
+        request.admitted(pin.hit_tokens)
+        self._start(request, n, plan)
+        return True
+
+    def _start(self, request: EngineRequest, n: int, plan: StepPlan) -> None:
         self.waiting.popleft()
         self.running.append(request)
         request.state = State.RUNNING
-        request.admitted(pin.hit_tokens)
         plan.admitted.append(request)
         self._launch(request, n, plan)
+
+    def _admit_returning(self, request: EngineRequest, plan: StepPlan) -> bool:
+        """As `_admit_head`, for a request whose KV comes back from the host."""
+        rest = request.num_tokens - request.kept_tokens
+        if not self.config.chunked_prefill and rest > self._budget:
+            return False
+        if not self.swap_in(request, Gate(headroom=self._watermark if self.running else 0)):
+            return False
+        n = self._cut(request.num_tokens - request.num_computed)
+        if not self.try_reserve([(request, n)]):
+            self._throw_back(request)
+            return False
+        self._start(request, n, plan)
         return True
 
     def _pin(self, request: EngineRequest) -> Pin | None:
@@ -210,8 +229,9 @@ class VllmScheduler(Scheduler):
                 continue  # it ended by a stop token while this step ran
             end = self._append_sample(entry, sample)
             if request.epoch != entry.epoch:
-                if end is not None:  # it ended while it waits, and holds nothing
+                if end is not None:  # it ended while it waits, and holds nothing on the device
                     self.waiting.remove(request)
+                    self.leave_host(request)
                     request.state, request.end = State.FINISHED, end
                     finished.append(request)
                 continue

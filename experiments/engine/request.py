@@ -55,6 +55,8 @@ class EngineRequest:
     epoch           raised by every preemption, so that a result of before is told apart
     lost_tokens     tokens that were computed when it was last preempted
     recomputed_tokens  of those, what its re-admissions did not find cached
+    kept_tokens     tokens whose KV went to the host when it was last thrown back
+    swapped_tokens  tokens whose KV came back from there, over the whole run
     hits            hit tokens of each admission, the first one first
     """
 
@@ -70,6 +72,8 @@ class EngineRequest:
     num_preemptions: int = 0
     lost_tokens: int = 0
     recomputed_tokens: int = 0
+    kept_tokens: int = 0
+    swapped_tokens: int = 0
     hits: list[int] = field(default_factory=list)
     end: End | None = None
     message: str = ""
@@ -109,6 +113,14 @@ class EngineRequest:
         self.hits.append(hit_tokens)
         self.recomputed_tokens += max(self.lost_tokens - hit_tokens, 0)
         self.lost_tokens = 0
+
+    def returned(self, moved_tokens: int) -> None:
+        """An admission from the host tier: `moved_tokens` were copied back, the rest of what is computed was cached."""
+        self.num_computed = self.seq.num_computed_tokens
+        moved = min(moved_tokens, self.num_computed)
+        self.swapped_tokens += moved
+        self.lost_tokens = max(self.lost_tokens - moved, 0)
+        self.admitted(self.num_computed - moved)
 
     def throw_back(self) -> None:
         """After a preemption: nothing is computed, what is in flight is stale."""

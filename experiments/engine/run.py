@@ -112,7 +112,8 @@ def _simulation(
         engine.steps_every,
         engine.check_every,
     )
-    return Simulation(allocator, engine.scheduler, engine.scheduler_config(), model, arrivals, options)
+    page_bytes = shape.bytes_per_page(entry.page_size) * cell.workload.tokens_per_id
+    return Simulation(allocator, engine.scheduler, engine.scheduler_config(page_bytes), model, arrivals, options)
 
 
 def declared_by(engine: RunEngineConfig, seed: int) -> Callable[[int, int], int]:
@@ -185,8 +186,7 @@ def summarise(
 ) -> dict[str, Any]:
     """One summary row. Conservation: requests = served + rejected; hit rates over first admissions only."""
     rows, size, pages = record.requests, entry.page_size, cell.budget.num_pages
-    whole = metrics.count_hits(rows)
-    half = metrics.count_hits(row for row in rows if row.index >= len(rows) // 2)
+    whole, half = _hits(rows), _hits([row for row in rows if row.index >= len(rows) // 2])
     served = [row for row in rows if row.end != "rejected"]
     span = record.duration_s - min((row.arrival_s for row in rows), default=0.0)
     admitted = requests[requests["admitted"]]
@@ -216,6 +216,9 @@ def summarise(
         "output_tokens": record.output_tokens,
         "preemptions": record.preemptions,
         "recomputed_tokens": sum(row.recomputed_tokens for row in rows),
+        "swapped_tokens": sum(row.swapped_tokens for row in rows),
+        "swapped_out_bytes": record.swapped_out_pages * size * token_bytes,
+        "swapped_in_bytes": record.swapped_in_pages * size * token_bytes,
         "evicted_pages": allocator.evicted_pages,
         "duplicate_pages_seen": allocator.duplicate_pages,
         "steps": record.num_steps,
@@ -228,6 +231,15 @@ def summarise(
         **record.latencies.summary(span),
         **metrics.summarise_steps(record.steps, pages, size, token_bytes),  # type: ignore[arg-type]  # same fields
     }
+
+
+def _hits(rows: list[RequestRow]) -> metrics.HitCounter:
+    """First admissions alone: what a request finds of itself after a preemption is no reuse."""
+    counter = metrics.HitCounter()
+    for row in rows:
+        if row.admitted:
+            counter.admitted(str(row.index), row.num_prompt_tokens, row.hit_tokens)
+    return counter
 
 
 def _with_latency(requests: pd.DataFrame) -> pd.DataFrame:

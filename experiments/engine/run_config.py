@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from kvarena.experiments.budget import parse_bytes
 from kvarena.experiments.config import PoolConfig, PositiveInt, WorkloadConfig, load_config, toml_value
 from kvarena.experiments.engine.scheduler import SchedulerConfig
 from kvarena.experiments.engine.step_time import HOST
@@ -62,6 +63,7 @@ class RunEngineConfig(_Section):
     sessions        "open": every request at the trace's time; "closed": a turn comes after the one before has ended
     think_s         think time of closed sessions, seconds; None: from the trace
     speed           arrivals come so many times faster
+    host_pool       bytes of a host tier ("32 GiB"): who is thrown back is swapped out, not computed again; None: none
     declared        what schedulers are told of an output: the "cap", the "true" length (oracle), or "noisy": the true
                     length times a log-normal factor, never below it
     ttft_ms, tpot_ms, e2el_ms  limits of goodput, milliseconds; None: no limit
@@ -91,6 +93,7 @@ class RunEngineConfig(_Section):
     sessions: Literal["open", "closed"] = "open"
     think_s: Annotated[float, Field(ge=0)] | None = None
     speed: PositiveFloat = 1.0
+    host_pool: StrictStr | None = None
     declared: Literal["cap", "true", "noisy"] = "cap"
     declared_max_tokens: PositiveInt = 4096
     ttft_ms: PositiveFloat | None = None
@@ -104,6 +107,13 @@ class RunEngineConfig(_Section):
     def _word(cls, value: Any) -> Any:
         return "true" if value is True else value  # TOML's literal, as `--set declared=true` gives it
 
+    @field_validator("host_pool")
+    @classmethod
+    def _bytes(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_bytes(value)
+        return value
+
     @model_validator(mode="after")
     def _schedulable(self) -> RunEngineConfig:
         config = self.scheduler_config()
@@ -112,9 +122,11 @@ class RunEngineConfig(_Section):
             raise ValueError(f"max_num_batched_tokens {tokens} is less than max_num_seqs {seqs}")
         return self
 
-    def scheduler_config(self) -> SchedulerConfig:
-        """The part that the scheduler gets."""
-        return SchedulerConfig(**{name: getattr(self, name) for name in SchedulerConfig.__dataclass_fields__})
+    def scheduler_config(self, page_bytes: int = 1) -> SchedulerConfig:
+        """The part that the scheduler gets, for pages of so many bytes."""
+        names = [name for name in SchedulerConfig.__dataclass_fields__ if name != "host_pages"]
+        host_pages = 0 if self.host_pool is None else parse_bytes(self.host_pool) // page_bytes
+        return SchedulerConfig(**{name: getattr(self, name) for name in names}, host_pages=host_pages)
 
     def host_table(self, kind: str) -> str:
         """Name of the host table; "ours" goes by the allocator's kind."""
@@ -191,7 +203,7 @@ def run_config(data: Mapping[str, Any], sets: Iterable[str] = ()) -> RunConfig:
         given["engine"] = {**preset["engine"], **given.get("engine", {})}
         given.setdefault("allocator", preset["allocator"])
     try:
-        config = RunConfig(**given)
+        config = RunConfig.model_validate(given)
     except ValidationError as error:
         raise ValueError(_first_fault(error)) from None
     config.entry()

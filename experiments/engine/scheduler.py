@@ -14,7 +14,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvarena.allocators.interface import KVAllocator, Release
+from kvarena.allocators.host import HostTier
+from kvarena.allocators.interface import Gate, KVAllocator, PageMove, Release
 from kvarena.experiments.engine.request import End, EngineRequest, State
 
 Order = Literal["fcfs", "lpm", "dfs-weight", "priority"]
@@ -38,6 +39,8 @@ class SchedulerConfig:
     limits                  `exact`: what can never fit is rejected on arrival and prompt + output may reach
                             max_model_len; `upstream`: the upstream's own arrival rules, and what would block
                             the queue for ever is rejected when it does
+    host_pages              pages of a host tier: who is thrown back is copied there and comes back by a copy, not by
+                            computing again (0: no such tier)
     watermark               vllm: share of the pool that an admission leaves free while others run
     whole_prompt_gate       vllm: a prompt is admitted only if all of it fits now
     max_num_active_seqs     vllm: replaces max_num_seqs at admission
@@ -54,6 +57,7 @@ class SchedulerConfig:
     order: Order = "fcfs"
     prefix_deferral: bool | None = None
     limits: Literal["exact", "upstream"] = "exact"
+    host_pages: int = 0
     watermark: float = 0.0
     whole_prompt_gate: bool = True
     max_num_active_seqs: int | None = None
@@ -68,6 +72,8 @@ class SchedulerConfig:
         for name, allowed in (("order", ORDERS), ("result_lag", (0, 1)), ("limits", ("exact", "upstream"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: expected one of {allowed}, found {getattr(self, name)!r}")
+        if self.host_pages < 0:
+            raise ValueError(f"host_pages: expected at least 0, found {self.host_pages}")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark: expected 0 <= watermark < 1, found {self.watermark}")
         if self.conservativeness < 0:
@@ -98,14 +104,26 @@ class Scheduled:
         return self.request.done or self.request.epoch != self.epoch
 
 
+Moves = tuple[Literal["out", "in"], tuple[PageMove, ...]]
+
+
 @dataclass(slots=True)
 class StepPlan:
-    """What one step computes, in batch order, and what scheduling it did to the queues."""
+    """What one step computes, in batch order, and what scheduling it did to the queues.
+
+    moves  copies between device and host to carry out before anything is computed, in order: ("out", device page to
+           host page) and ("in", host page to device page)
+    """
 
     kind: Literal["mixed", "prefill", "decode", "idle"] = "mixed"
     batch: list[Scheduled] = field(default_factory=list)
     admitted: list[EngineRequest] = field(default_factory=list)
     preempted: list[EngineRequest] = field(default_factory=list)
+    moves: list[Moves] = field(default_factory=list)
+
+    @property
+    def num_moved_pages(self) -> int:
+        return sum(len(moves) for _, moves in self.moves)
 
     @property
     def num_tokens(self) -> int:
@@ -129,6 +147,8 @@ class Scheduler(ABC):
         self.allocator = allocator
         self.config = config
         self.waiting: deque[EngineRequest] = deque()
+        self.host = HostTier(allocator, config.host_pages) if config.host_pages else None
+        self._moves: list[Moves] = []
         # Requests that ended outside `update` (rejected, or out of pool), until `drain_ended`.
         self._ended: list[EngineRequest] = []
 
@@ -168,6 +188,7 @@ class Scheduler(ABC):
         else:
             request.state, request.end = State.REJECTED, End.REJECTED
         request.message = message
+        self.leave_host(request)
         self._ended.append(request)
 
     def drain_ended(self) -> list[EngineRequest]:
@@ -194,8 +215,44 @@ class Scheduler(ABC):
             pairs.append((request.seq, n))
         return self.allocator.reserve(pairs) is not None
 
+    def take_moves(self) -> list[Moves]:
+        """Copies between device and host since the last call, in order."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def on_host(self, request: EngineRequest) -> bool:
+        """Its KV waits in the host tier (and was not dropped there for room)."""
+        return self.host is not None and request.seq in self.host
+
+    def leave_host(self, request: EngineRequest) -> None:
+        """Give up what the host tier holds of a request that ends while it waits."""
+        if self.host is not None and request.seq in self.host:
+            self.host.drop(request.seq)
+
+    def swap_in(self, request: EngineRequest, gate: Gate) -> bool:
+        """Admit a request from the host tier, with what it had computed. False: no room, it stays there."""
+        moves = None if self.host is None else self.host.swap_in(request.seq, gate)
+        if moves is None:
+            return False
+        self._moves.append(("in", tuple(moves)))
+        request.returned(len(moves) * self.allocator.page_size)
+        return True
+
+    def _swap_out(self, request: EngineRequest) -> bool:
+        if self.host is None:
+            return False
+        # One token is left to compute, so that the next one can be sampled when it comes back.
+        request.kept_tokens = min(request.num_computed, request.num_tokens - 1)
+        request.seq.num_computed_tokens = request.kept_tokens
+        moved = self.host.swap_out(request.seq)
+        if moved is None:
+            return False
+        self._moves.append(("out", moved.moves))
+        return True
+
     def _throw_back(self, request: EngineRequest, reason: Release = Release.PREEMPT) -> None:
-        self.allocator.release([request.seq], reason)
+        if reason is not Release.PREEMPT or not self._swap_out(request):
+            self.allocator.release([request.seq], reason)
         request.throw_back()
 
     def _finish(self, request: EngineRequest, end: End) -> None:

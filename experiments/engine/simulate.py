@@ -27,6 +27,7 @@ class RequestRow:
     """What became of one request. Times are seconds on the engine's clock; None where there is no such moment.
 
     hit_tokens          of its first admission; `readmitted_hit_tokens` of those after preemptions
+    recomputed_tokens   computed again after preemptions; `swapped_tokens` came back from the host instead
     declared_max_tokens what the scheduler was told, before any cut
     end                 stop, length, pool, rejected
     cut_output_tokens   tokens of the true output that a limit cut off (all of them when rejected)
@@ -48,6 +49,7 @@ class RequestRow:
     cut_output_tokens: int
     preemptions: int
     recomputed_tokens: int
+    swapped_tokens: int
     first_token_s: float | None
     end_s: float
     end: str
@@ -93,6 +95,8 @@ class Record:
     batch_entries: int = 0
     new_tokens: int = 0
     preemptions: int = 0
+    swapped_out_pages: int = 0
+    swapped_in_pages: int = 0
     output_tokens: int = 0
     duration_s: float = 0.0
     gpu_s: float = 0.0
@@ -278,6 +282,7 @@ class Simulation:
             cut_output_tokens=max(cut, 0),
             preemptions=request.num_preemptions,
             recomputed_tokens=request.recomputed_tokens,
+            swapped_tokens=request.swapped_tokens,
             first_token_s=live.times.first_s,
             end_s=now,
             end="" if request.end is None else request.end.value,
@@ -296,11 +301,22 @@ class Simulation:
         out.new_tokens += tokens
         out.preemptions += len(plan.preempted)
         self._preempted += len(plan.preempted)
+        for direction, moves in plan.moves:
+            if direction == "out":
+                out.swapped_out_pages += len(moves)
+            else:
+                out.swapped_in_pages += len(moves)
         if self.options.check_every and out.num_steps % self.options.check_every == 0:
-            self.allocator.check()
+            self.check()
         if (out.num_steps - 1) % self.options.steps_every == 0:
             out.steps.append(self._step_row(plan, tokens, host, gpu))
             self._evicted_before, self._preempted = self.allocator.evicted_pages, 0
+
+    def check(self) -> None:
+        """Verify the allocator and the host tier."""
+        self.allocator.check()
+        if self.scheduler.host is not None:
+            self.scheduler.host.check()
 
     def _step_row(self, plan: StepPlan, tokens: int, host: float, gpu: float) -> StepRow:
         capacity, size = self.allocator.capacity(), self.allocator.page_size

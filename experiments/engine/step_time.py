@@ -1,6 +1,6 @@
 """How long a step takes: a small model of GPU and host time, for runs without a GPU.
 
-    GPU   = step + linear layers + layers x (decode attention + extend attention)
+    GPU   = step + linear layers + layers x (decode attention + extend attention) + bytes swapped / link
             linear layers     max(bytes of the weights / bandwidth, 2 x parameters x tokens / rate)
             decode attention  launch + KV bytes read / bandwidth       (sequences with one new token)
             extend attention  launch + 4 x heads x head_dim x (query, key) pairs / rate
@@ -73,6 +73,7 @@ class GpuTimes:
     linear_gbps: float = 0.8 * 4800
     linear_tflops: float = 0.65 * 989
     step_us: float = 300.0
+    swap_gbps: float = 50.0
     decode_gbps_by_page: dict[str, float] = field(default_factory=dict)
     calibrated: bool = False
     source: str = NOT_CALIBRATED
@@ -125,6 +126,7 @@ class StepTimeModel:
                 pairs += n * entry.num_before + n * (n + 1) // 2
         us = self.gpu.step_us + self._linear_us(num_new)
         us += self._decode_us(decode_tokens) + self._extend_us(pairs)
+        us += plan.num_moved_pages * self.shape.bytes_per_page(self.page_size) / self.gpu.swap_gbps / 1e3
         return us / 1e6
 
     def _linear_us(self, num_tokens: int) -> float:

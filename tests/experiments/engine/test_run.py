@@ -116,6 +116,16 @@ def test_rejected_requests_are_reported_with_the_first_ones_numbers() -> None:
     assert any(f"{row['rejected']} of 40 requests rejected" in text and "600" in text for text in result.warnings)
 
 
+def test_a_host_tier_is_counted_in_bytes_and_its_tokens_are_no_hits() -> None:
+    tight = ("pool=120 MiB", "max_num_seqs=8", "max_model_len=4096", "speed=1000", "host=none")
+    swapped, computed = (run_engine(small(*tight, *more)).summary.iloc[0] for more in (("host_pool=1 GiB",), ()))
+    assert computed["preemptions"] > 0
+    assert computed["swapped_tokens"] == computed["swapped_out_bytes"] == 0
+    assert swapped["swapped_in_bytes"] > 0
+    assert swapped["swapped_tokens"] * 128 * 1024 <= swapped["swapped_in_bytes"]
+    assert swapped["recomputed_tokens"] < computed["recomputed_tokens"]
+
+
 @pytest.mark.parametrize("pool", ["12 %", '["300 MiB", "500 MiB"]'])
 def test_pools_are_sized_as_in_a_comparison(pool: str) -> None:
     result = run_engine(small(f"pool={pool}", "requests=10"))
