@@ -202,6 +202,10 @@ def decode_cells(peers: Sequence[Peer], dry: bool) -> Iterator[Cell]:
             yield cell(point, 1, {"placement": placement, "study": "placement"}, placement=placement, kinds=one)
         for placement in ("in_order", "window1024"):
             yield cell(point, 16, {"placement": placement, "study": "placement"}, placement=placement, kinds=one)
+    for point in ("32x4k", "128x1k", "64x16k", "256x4k"):
+        label = {"placement": "identity", "study": "lookup"}
+        yield cell(point, 16, label, placement="identity", kinds=("one_entry", "block_table"))
+        yield cell(point, 1, label, placement="identity", kinds=("block_table", "req_to_token"))
     for layout, page in (("hnd", 16), ("hnd", 64), ("fused", 1), ("fused", 16), ("page_major", 16)):
         for point in ("32x4k", "128x1k", "256x1k"):
             yield cell(point, page, {"layout": layout, "study": "layout"}, layout=layout, kinds=one)

@@ -44,12 +44,12 @@ def _gather_kernel(x_ptr, index_ptr, out_ptr, steps, ROWS: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def _chase_kernel(next_ptr, out_ptr, steps):
-    """One thread follows a random cycle: every load waits for the one before."""
-    at = tl.load(next_ptr)
+def _chase_kernel(next_ptr, at_ptr, steps):
+    """One thread follows a random cycle from where the last launch stopped: every load waits for the one before."""
+    at = tl.load(at_ptr)
     for _ in range(steps):
         at = tl.load(next_ptr + at)
-    tl.store(out_ptr, at)
+    tl.store(at_ptr, at)
 
 
 def _nothing_to_check() -> None:
@@ -70,7 +70,7 @@ def ceiling_cells() -> Iterator[Cell]:
             return Competition({"kvarena-read": calls}, _nothing_to_check, {"bytes": num_bytes}, num_bytes / 4.5e6)
 
         yield Cell({"op": "ceiling", "what": "read", "bytes": num_bytes}, read)
-    yield Cell({"op": "ceiling", "what": "copy", "bytes": 8 * GIB}, _copy)
+    yield Cell({"op": "ceiling", "what": "copy", "bytes": 4 * GIB}, _copy)
     yield Cell({"op": "ceiling", "what": "matmul", "size": 8192}, _matmul)
     for run in (1, 16, 64, 0):
         yield Cell({"op": "ceiling", "what": "gather", "run": run}, lambda run=run: _gather(run))
@@ -79,9 +79,11 @@ def ceiling_cells() -> Iterator[Cell]:
 
 
 def _copy() -> Competition:
-    src = torch.randn(GIB, device="cuda")
+    """2 GiB read and as much written, by an elementwise kernel (a graph would give a plain copy to a copy engine)."""
+    src = torch.randn(GIB // 2, device="cuda")
     dst = torch.empty_like(src)
-    return Competition({"torch-copy": [lambda: dst.copy_(src)]}, _nothing_to_check, {"bytes": 8 * GIB}, 2000)
+    calls = {"torch-mul": [lambda: torch.mul(src, 1.0, out=dst)]}
+    return Competition(calls, _nothing_to_check, {"bytes": 4 * GIB}, 1000)
 
 
 def _matmul() -> Competition:
@@ -109,11 +111,12 @@ def _gather(run: int) -> Competition:
 
 
 def _chase(mib: int) -> Competition:
-    """A random cycle through `mib` MiB at one int32 a 128-byte line; us is the time of 1,000 loads."""
+    """A random cycle through `mib` MiB, one int32 a 128-byte line, read once before; us is the time of 1,000 loads."""
     lines = mib * 2**20 // 128
     order = torch.randperm(lines, device="cuda")
     chain = torch.zeros(lines * 32, dtype=torch.int32, device="cuda")
     chain[order * 32] = (torch.roll(order, -1) * 32).int()
-    out = torch.empty(1, dtype=torch.int32, device="cuda")
-    calls = {"kvarena-chase": [lambda: _chase_kernel[(1,)](chain, out, 1000, num_warps=1)]}
+    at = torch.zeros(1, dtype=torch.int32, device="cuda")
+    chain.sum()
+    calls = {"kvarena-chase": [lambda: _chase_kernel[(1,)](chain, at, 1000, num_warps=1)]}
     return Competition(calls, _nothing_to_check, {}, 600)

@@ -150,6 +150,8 @@ def bench_kernels(part: str, out: Path | None, peer_names: Sequence[str], budget
         raise ValueError(f"--part: expected one of {', '.join(PARTS)}, found {part!r}")
     started = time.time()
     rows = in_parallel(part)
+    for row in rows:
+        print_row(row)
     print(f"{part}: untimed work took {time.time() - started:.0f} s", file=sys.stderr)
     peers, skipped = load_peers(list(peer_names) if part != "check" else [])
     rows += run_part(part, peers, budget_s - (time.time() - started))

@@ -192,5 +192,27 @@ def host_rows() -> Iterator[dict[str, Any]]:
         "store": lambda: store_kv(k, v, k_cache, v_cache, slots),
         "slot_mapping": lambda: compute_slot_mapping(table, starts, positions, mapping),
     }
+    calls["adapter"] = _adapter_step()
     for name, call in calls.items():
         yield {"op": "host", "what": name, "kernel": "kvarena", "us": round(host_us(call), 1)}
+
+
+def _adapter_step() -> Callable[[], object]:
+    """A decode step of 256 requests through the block design and its adapter: table update and slot mapping.
+
+    The allocator's own work is left out: rows are filled beforehand, one page a request changes each 16th step.
+    """
+    from kvarena.allocators.adapter import BlockTableAdapter
+    from kvarena.allocators.config import make_allocator
+    from kvarena.allocators.interface import Sequence
+
+    allocator = make_allocator({"kind": "block", "page_size": 16}, num_pages=32_768)
+    adapter = BlockTableAdapter(allocator, max_requests=256, max_tokens=2048, device="cuda")
+    seqs = [Sequence(f"r{i}", [i + 1] * 1000) for i in range(256)]
+    for seq in seqs:
+        if allocator.admit(seq, 1000) is None:
+            raise ValueError("adapter step: expected room for 256 requests of 1,000 tokens")
+        allocator.commit([(seq, 999)])
+        adapter.add(seq)
+    ones = [1] * len(seqs)
+    return lambda: adapter.batch(seqs, ones)

@@ -79,18 +79,20 @@ EXTEND_SHAPES: dict[str, ExtendShape] = {
 }
 SEVEN = tuple(EXTEND_SHAPES)[:7]
 
-PLACEMENTS = ("shuffled", "in_order", "groups16", "groups64", "window64", "window1024")
+PLACEMENTS = ("shuffled", "in_order", "identity", "groups16", "groups64", "window64", "window1024")
 
 
 def place_pages(num_pages: int, pool_pages: int, page_size: int, placement: str, seed: int) -> NDArray[np.int64]:
     """Page ids of `num_pages` consecutive pages of requests, [num_pages], all different.
 
     shuffled    drawn at random over the whole pool
-    in_order    one after the other
+    in_order    one after the other, from a random start; identity: from page 0
     groupsN     runs of N tokens at random places (runs of one page where a page is larger)
     windowN     in order, but shuffled inside windows of N tokens
     """
     rng = np.random.default_rng(seed)
+    if placement == "identity":
+        return np.arange(num_pages, dtype=np.int64)
     if placement == "in_order":
         return (np.arange(num_pages) + int(rng.integers(pool_pages - num_pages + 1))).astype(np.int64)
     if placement == "shuffled":
@@ -116,7 +118,13 @@ def make_table(
     pool_slots: int = POOL_SLOTS,
     device: str = "cuda",
 ) -> PageTable:
-    """A PageTable over fresh pages for requests of `lens` tokens; kind block_table or req_to_token."""
+    """A PageTable over fresh pages for requests of `lens` tokens.
+
+    kind  block_table, req_to_token, or one_entry: a single entry a request, so that nothing is looked up (equal
+          lengths, a power of two; the slots are those of placement identity)
+    """
+    if kind == "one_entry":
+        return _one_entry(lens, device)
     counts = [-(-n // page_size) for n in lens]
     pages = place_pages(sum(counts), pool_slots // page_size, page_size, placement, seed)
     entries = np.zeros((len(lens), max(counts)), np.int64)
@@ -138,6 +146,14 @@ def make_table(
 
     tokens_per_entry = page_size if kind == "block_table" else 1
     return PageTable(to_device(entries), to_device(rows), to_device(np.array(lens)), tokens_per_entry)
+
+
+def _one_entry(lens: tuple[int, ...], device: str) -> PageTable:
+    length = lens[0]
+    if len(set(lens)) > 1 or length & (length - 1):
+        raise ValueError(f"lens: expected equal powers of two for one_entry, found {sorted(set(lens))}")
+    rows = torch.arange(len(lens), dtype=torch.int32, device=device)
+    return PageTable(rows[:, None].contiguous(), rows, torch.full_like(rows, length), length)
 
 
 def make_starts(new: tuple[int, ...], device: str = "cuda") -> Tensor:
