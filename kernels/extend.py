@@ -10,7 +10,8 @@ row r is token r // G, query head r % G of the group of G heads; BLOCK_M // G to
 The number of tiles depends on shapes only: request b's tiles start at query_start_loc[b] // tokens + b, and each
 program finds its request by counting. One more "request" holds the padding behind the last token: zeros, lse -inf.
 
-Blocks of keys that every row of a tile sees are taken without a mask; only the diagonal (and everything under a
+Blocks of keys that every row of a tile sees are taken without a mask, and by descriptors (TMA) where a page holds
+whole blocks; only the diagonal (and everything under a
 window) is masked, with positions clamped to keys that the tile may see before they are looked up.
 """
 
@@ -26,20 +27,27 @@ import triton
 import triton.language as tl
 from kvarena.kernels._launch import (
     LOG2E,
+    Remembered,
+    call_key,
     check_attention,
     check_device,
     check_dtype,
     check_shape,
     check_slopes,
     fail,
+    launch,
     log2,
     next_power_of_two,
     output_like,
     scale_argument,
 )
 from kvarena.kernels._paged import cap_scores, finish, load_rows, locate, softmax_step
+from kvarena.kernels.extend_gluon import box_view
 from kvarena.kernels.page_table import PageTable
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+BOX_ROWS = 64  # pages of this many tokens hold whole blocks of keys, which a descriptor (TMA) fetches in one piece
 
 
 @triton.jit
@@ -58,41 +66,21 @@ def _attend_block(
     m_i,
     l_i,
     b_q,
+    b_k,
+    b_v,
     b_slope,
     o_pos,
-    i_n,
-    low,
+    o_n,
     high,
-    p_row,
-    p_key,
-    p_value,
     qk_scale,
     cap,
     window,
-    key_stride_p,
-    key_stride_s,
-    value_stride_p,
-    value_stride_s,
-    BLOCK_N: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    LOG_ENTRY: tl.constexpr,
-    LOG_PAGE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Take one block of keys into (acc [BLOCK_M, BLOCK_DV], m_i, l_i)."""
-    o_n = i_n + tl.arange(0, BLOCK_N)
-    at = o_n
-    if MASKED:
-        at = tl.minimum(tl.maximum(o_n, low), high - 1)
-    page, offset = locate(p_row, at, LOG_ENTRY, LOG_PAGE)
-    b_k = load_rows(p_key, page, offset, key_stride_p, key_stride_s, D, BLOCK_D)
-    b_v = load_rows(p_value, page, offset, value_stride_p, value_stride_s, DV, BLOCK_DV)
+    """Take one block of keys, at positions o_n, into (acc [BLOCK_M, BLOCK_DV], m_i, l_i)."""
     s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
     factor = qk_scale
     if HAS_CAP:
@@ -124,6 +112,8 @@ def _extend_kernel(
     slopes_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    key_box,
+    value_box,
     out_ptr,
     lse_ptr,
     num_requests,
@@ -146,6 +136,12 @@ def _extend_kernel(
     out_stride_t,
     out_stride_h,
     lse_stride_t,
+    key_page_rows,
+    key_head_rows,
+    key_head_cols,
+    value_page_rows,
+    value_head_rows,
+    value_head_cols,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -160,6 +156,7 @@ def _extend_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    BOXES: tl.constexpr,
 ):
     i_kv = tl.program_id(0)
     i_b, i_tile = _find_request(start_ptr, num_requests, tl.num_programs(1) - 1 - tl.program_id(1), TOKENS, BLOCK_B)
@@ -203,17 +200,37 @@ def _extend_kernel(
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    k_row, k_col = i_kv * key_head_rows, i_kv * key_head_cols
+    v_row, v_col = i_kv * value_head_rows, i_kv * value_head_cols
     for i_n in range(begin, middle, BLOCK_N):
+        o_n = i_n + tl.arange(0, BLOCK_N)
+        if BOXES:
+            page, offset = locate(p_row, i_n, LOG_ENTRY, LOG_PAGE)
+            b_k = key_box.load([(page * key_page_rows + offset).to(tl.int32) + k_row, k_col])  # [BLOCK_N, D]
+            b_v = value_box.load([(page * value_page_rows + offset).to(tl.int32) + v_row, v_col])
+        else:
+            page, offset = locate(p_row, o_n, LOG_ENTRY, LOG_PAGE)
+            b_k = load_rows(p_key, page, offset, key_stride_p, key_stride_s, D, BLOCK_D)
+            b_v = load_rows(p_value, page, offset, value_stride_p, value_stride_s, DV, BLOCK_DV)
         acc, m_i, l_i = _attend_block(
-            acc, m_i, l_i, b_q, b_slope, o_pos, i_n, low, high, p_row, p_key, p_value, qk_scale, cap, window,
-            key_stride_p, key_stride_s, value_stride_p, value_stride_s,
-            BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, LOG_ENTRY, LOG_PAGE, HAS_WINDOW, HAS_CAP, HAS_SLOPES, False,
+            acc, m_i, l_i, b_q, b_k, b_v, b_slope, o_pos, o_n, high, qk_scale, cap, window,
+            HAS_WINDOW, HAS_CAP, HAS_SLOPES, False,
         )  # fmt: skip
     for i_n in range(middle, high, BLOCK_N):
+        o_n = i_n + tl.arange(0, BLOCK_N)
+        if BOXES:
+            page, offset = locate(p_row, i_n, LOG_ENTRY, LOG_PAGE)
+            b_k = key_box.load([(page * key_page_rows + offset).to(tl.int32) + k_row, k_col])
+            b_v = value_box.load([(page * value_page_rows + offset).to(tl.int32) + v_row, v_col])
+            b_v = tl.where((o_n < high)[:, None], b_v, 0.0)  # a weight of 0 does not undo NaN in an unowned slot
+        else:
+            at = tl.minimum(tl.maximum(o_n, low), high - 1)
+            page, offset = locate(p_row, at, LOG_ENTRY, LOG_PAGE)
+            b_k = load_rows(p_key, page, offset, key_stride_p, key_stride_s, D, BLOCK_D)
+            b_v = load_rows(p_value, page, offset, value_stride_p, value_stride_s, DV, BLOCK_DV)
         acc, m_i, l_i = _attend_block(
-            acc, m_i, l_i, b_q, b_slope, o_pos, i_n, low, high, p_row, p_key, p_value, qk_scale, cap, window,
-            key_stride_p, key_stride_s, value_stride_p, value_stride_s,
-            BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, LOG_ENTRY, LOG_PAGE, HAS_WINDOW, HAS_CAP, HAS_SLOPES, True,
+            acc, m_i, l_i, b_q, b_k, b_v, b_slope, o_pos, o_n, high, qk_scale, cap, window,
+            HAS_WINDOW, HAS_CAP, HAS_SLOPES, True,
         )  # fmt: skip
 
     out, lse = finish(acc, m_i, l_i, v_scale)
@@ -235,7 +252,14 @@ class ExtendConfig:
 
 
 def extend_config(
-    num_tokens: int, batch: int, group: int, block_d: int, itemsize: int, plain: bool = True
+    num_tokens: int,
+    batch: int,
+    group: int,
+    block_d: int,
+    itemsize: int,
+    plain: bool = True,
+    boxes: bool = False,
+    capacity: int = 0,
 ) -> ExtendConfig:
     """Tile sizes from shapes alone.
 
@@ -244,8 +268,11 @@ def extend_config(
     block_d     larger of the padded head dims
     itemsize    bytes of one number of q
     plain       no softcap, no ALiBi, K and V of q's dtype: nothing else needs registers
+    boxes       K and V can come by descriptors (TMA); blocks of more than BOX_ROWS keys do without
+    capacity    tokens that a row of the table can name
 
-    256 rows won on one H200 for prompts, 64 for a few new tokens on long prefixes (memory bound). Tiles shrink
+    From runs on one H200: 256 rows x 128 keys won where requests are long, over descriptors too; descriptors for short
+    prompts; 64 rows for a few new tokens on long prefixes (memory bound). Tiles shrink
     where Q, K and V in flight would not fit in shared memory (head_dim above 128), or where sm_90 would spill
     registers (tests/kernels/test_compile.py prints the report).
     """
@@ -257,10 +284,37 @@ def extend_config(
         shape = (64, 32, 4, 2) if rows <= 64 else wide
     elif rows <= 64:
         shape = (64, 64, 4, 3)
+    elif plain and block_d == 128 and rows > 128 and capacity >= 2048:
+        shape = (256, 128, 8, 2)
+    elif boxes:
+        shape = (128, 64, 4, 2)
     else:
         shape = (256, 64, 8, 3) if rows > 128 and plain else (128, 64, 8, 3)
     block_m, block_n, num_warps, num_stages = shape
     return ExtendConfig(max(block_m, next_power_of_two(group)), block_n, num_warps, num_stages)
+
+
+def takes_boxes(cache: Tensor) -> bool:
+    """Whether blocks of this cache [P, S, HKV, D] can be read by descriptors: shapes, strides, device."""
+    if cache.shape[1] < BOX_ROWS or cache.shape[3] not in (64, 128, 256) or cache.element_size() != 2:
+        return False
+    if cache.data_ptr() % 16 or any(stride % 8 for stride in cache.stride()[:3]) or box_view(cache) is None:
+        return False
+    return cache.device.type != "cuda" or torch.cuda.get_device_capability(cache.device) >= (9, 0)
+
+
+def _boxes(key_cache: Tensor, value_cache: Tensor, block_n: int) -> tuple[tuple[_Box, _Box], list[int]]:
+    """Descriptors of K and V without their tensors, and for each: rows a page, rows a head, columns a head."""
+    found: list[_Box] = []
+    geometry: list[int] = []
+    for cache in (key_cache, value_cache):
+        view = box_view(cache)
+        if view is None:
+            fail("cache", "pages a whole number of rows apart", f"strides {cache.stride()}")
+        shape, strides, head_rows, head_cols = view
+        found.append((shape, strides, [block_n, cache.shape[3]]))
+        geometry += [cache.stride(0) // cache.stride(1), head_rows, head_cols]
+    return (found[0], found[1]), geometry
 
 
 def _load_hopper() -> ModuleType | None:
@@ -333,123 +387,163 @@ def paged_extend(
     Cost: 2 x HQ x (D + Dv) flops for each visible (token, key) pair.
     Raises ValueError for shapes, dtypes or devices that do not fit.
     """
-    _page_size, _num_kv_heads, head_dim_v, batch = check_attention(
-        q, key_cache, value_cache, table, scale, window, softcap
+    tables = (table.entries, table.rows, table.seq_lens, query_start_loc)
+    k_tensor = k_scale if isinstance(k_scale, Tensor) else None
+    v_tensor = v_scale if isinstance(v_scale, Tensor) else None
+    factors = (k_scale if k_tensor is None else None, v_scale if v_tensor is None else None)
+    key = (
+        call_key(q, key_cache, value_cache, *tables, alibi_slopes, k_tensor, v_tensor, out),
+        (table.tokens_per_entry, scale, window, softcap, *factors, return_lse, backend),
     )
-    num_tokens, num_heads, _head_dim = q.shape
-    check_shape("query_start_loc", query_start_loc, (batch + 1,))
-    check_dtype("query_start_loc", query_start_loc, (torch.int32,))
-    check_device("query_start_loc", query_start_loc, q.device)
-    check_slopes(alibi_slopes, num_heads, q.device)
-    if backend not in (None, "triton", "gluon"):
-        fail("backend", "None, 'triton' or 'gluon'", repr(backend))
-    out = output_like(q, head_dim_v, out)
-    lse = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device) if return_lse else None
-    if num_tokens == 0:
-        return (out, lse) if lse is not None else out
-    arguments = {
-        "scale": scale,
-        "window": window,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
     tensors = (q, key_cache, value_cache, table, query_start_loc)
-    if not _extend_hopper(tensors, arguments, out, lse, backend, plan):
-        _extend_triton(tensors, arguments, out, lse)
+    call = _calls.get(key)
+    if call is None:
+        options = {"scale": scale, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
+        options |= {"k_scale": k_scale, "v_scale": v_scale}
+        call = _calls[key] = _prepare(tensors, options, out, return_lse, backend)
+    if out is None:
+        out = q.new_empty(call.shape)
+    lse = torch.empty(call.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+    if q.shape[0] and not (call.hopper and _extend_hopper(tensors, call.options, out, lse, backend, plan)):
+        boxes = [None, None]
+        if call.boxes is not None:
+            boxes = [
+                TensorDescriptor(cache, *view) for cache, view in zip((key_cache, value_cache), call.boxes, strict=True)
+            ]
+        pointers = (q, key_cache, value_cache, *tables, alibi_slopes, k_tensor, v_tensor, *boxes, out, lse)
+        launch(_extend_kernel, call.grid, (*pointers, *call.numbers), call.constants, key)
     return (out, lse) if lse is not None else out
 
 
 _Tensors = tuple[Tensor, Tensor, Tensor, PageTable, Tensor]
+_Box = tuple[list[int], list[int], list[int]]  # shape, strides, block
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What calls of one shape share: the backend, and grid, numbers and compile-time arguments of the plain kernel."""
+
+    shape: tuple[int, int, int]
+    hopper: bool  # the Hopper backend takes these arguments
+    options: dict[str, Any]
+    grid: tuple[int, int, int]
+    numbers: tuple[float, ...]
+    constants: dict[str, Any]
+    boxes: tuple[_Box, _Box] | None  # of K and V, where descriptors read them
+
+
+_calls = Remembered()
+
+
+def _check(tensors: _Tensors, options: dict[str, Any], backend: str | None) -> tuple[int, int]:
+    """Raise ValueError for arguments of paged_extend that do not fit; return (B, Dv)."""
+    q, key_cache, value_cache, table, query_start_loc = tensors
+    limits = (options["scale"], options["window"], options["softcap"])
+    _, _, head_dim_v, batch = check_attention(q, key_cache, value_cache, table, *limits)
+    check_shape("query_start_loc", query_start_loc, (batch + 1,))
+    check_dtype("query_start_loc", query_start_loc, (torch.int32,))
+    check_device("query_start_loc", query_start_loc, q.device)
+    check_slopes(options["alibi_slopes"], q.shape[1], q.device)
+    if backend not in (None, "triton", "gluon"):
+        fail("backend", "None, 'triton' or 'gluon'", repr(backend))
+    return batch, head_dim_v
+
+
+def _prepare(
+    tensors: _Tensors, options: dict[str, Any], out: Tensor | None, return_lse: bool, backend: str | None
+) -> _Call:
+    """Check the arguments of paged_extend; choose the backend and the plain kernel's tiles."""
+    batch, head_dim_v = _check(tensors, options, backend)
+    q, key_cache, value_cache, table, _ = tensors
+    num_tokens, num_heads, head_dim = q.shape
+    page_size, num_kv_heads = key_cache.shape[1:3]
+    shape = (num_tokens, num_heads, head_dim_v)
+    out_strides = (num_heads * head_dim_v, head_dim_v) if out is None else output_like(q, head_dim_v, out).stride()[:2]
+    group = num_heads // num_kv_heads
+    block_d, block_dv = next_power_of_two(head_dim), next_power_of_two(head_dim_v)
+    scale, window, softcap = options["scale"], options["window"], options["softcap"]
+    plain = softcap is None and options["alibi_slopes"] is None and key_cache.dtype == q.dtype
+    boxed = plain and window is None and takes_boxes(key_cache) and takes_boxes(value_cache)
+    capacity = table.entries.shape[1] * table.tokens_per_entry
+    widest = max(block_d, block_dv)
+    config = extend_config(num_tokens, batch, group, widest, q.element_size(), plain, boxed, capacity)
+    boxed = boxed and config.block_n <= BOX_ROWS
+    boxes, geometry = _boxes(key_cache, value_cache, config.block_n) if boxed else (None, [0] * 6)
+    tokens = config.block_m // group
+    k_number, _, k_scale_stride = scale_argument("k_scale", options["k_scale"], num_kv_heads, q.device)
+    v_number, _, v_scale_stride = scale_argument("v_scale", options["v_scale"], num_kv_heads, q.device)
+    qk_scale = (head_dim**-0.5 if scale is None else scale) * k_number
+    return _Call(
+        shape=shape,
+        hopper=_takes_hopper(tensors, options, backend),
+        options=options,
+        grid=(num_kv_heads, num_tokens // tokens + batch + 1, 1),
+        numbers=(
+            batch,
+            num_tokens,
+            qk_scale * LOG2E if softcap is None else qk_scale / softcap,
+            v_number,
+            0.0 if softcap is None else softcap * LOG2E,
+            window or 0,
+            k_scale_stride,
+            v_scale_stride,
+            *q.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            table.entries.stride(0),
+            *out_strides,
+            num_heads,
+            *geometry,
+        ),
+        constants={
+            "GROUP": group,
+            "TOKENS": tokens,
+            "BLOCK_B": next_power_of_two(batch + 1),
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "D": head_dim,
+            "BLOCK_D": block_d,
+            "DV": head_dim_v,
+            "BLOCK_DV": block_dv,
+            "LOG_ENTRY": log2(table.tokens_per_entry),
+            "LOG_PAGE": log2(page_size),
+            "HAS_WINDOW": window is not None,
+            "HAS_CAP": softcap is not None,
+            "HAS_SLOPES": options["alibi_slopes"] is not None,
+            "BOXES": boxed,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        },
+        boxes=boxes,
+    )
+
+
+def _takes_hopper(tensors: _Tensors, options: dict[str, Any], backend: str | None) -> bool:
+    """Whether the Hopper backend is there and takes these arguments; ValueError where it must and does not."""
+    hopper = hopper_backend() if backend != "triton" and tensors[0].is_cuda else None
+    takes = hopper is not None and tensors[0].shape[0] > 0 and bool(hopper.available(*tensors, **options))
+    if backend == "gluon" and not takes:
+        fail("backend", "arguments and a device that the Hopper backend takes", "others")
+    return takes
 
 
 def _extend_hopper(
     tensors: _Tensors,
-    arguments: dict[str, object],
+    options: dict[str, Any],
     out: Tensor,
     lse: Tensor | None,
     backend: str | None,
     plan: object | None,
 ) -> bool:
-    """Run the Hopper backend if it takes these arguments; False if the plain kernel has to."""
-    hopper = hopper_backend() if backend != "triton" and tensors[0].is_cuda else None
-    if hopper is None or not hopper.available(*tensors, **arguments):
-        if backend == "gluon":
-            fail("backend", "arguments and a device that the Hopper backend takes", "others")
+    """Run the Hopper backend; False if it failed and the plain kernel has to, from here on."""
+    hopper = hopper_backend()
+    if hopper is None:
         return False
     try:
-        hopper.extend(*tensors, **arguments, out=out, lse=lse, plan=plan)
+        hopper.extend(*tensors, **options, out=out, lse=lse, plan=plan)
     except Exception as error:
         if backend == "gluon":
             raise
         _drop_hopper(error)
         return False
     return True
-
-
-def _extend_triton(tensors: _Tensors, arguments: dict[str, Any], out: Tensor, lse: Tensor | None) -> None:
-    """Launch the plain Triton kernel; everything is checked."""
-    q, key_cache, value_cache, table, query_start_loc = tensors
-    num_tokens, num_heads, head_dim = q.shape
-    page_size, num_kv_heads, head_dim_v = value_cache.shape[1:]
-    batch = table.rows.shape[0]
-    group = num_heads // num_kv_heads
-    block_d, block_dv = next_power_of_two(head_dim), next_power_of_two(head_dim_v)
-    plain = arguments["softcap"] is None and arguments["alibi_slopes"] is None and key_cache.dtype == q.dtype
-    config = extend_config(num_tokens, batch, group, max(block_d, block_dv), q.element_size(), plain)
-    tokens = config.block_m // group
-    scale, window, softcap = arguments["scale"], arguments["window"], arguments["softcap"]
-    k_number, k_tensor, k_scale_stride = scale_argument("k_scale", arguments["k_scale"], num_kv_heads, q.device)
-    v_number, v_tensor, v_scale_stride = scale_argument("v_scale", arguments["v_scale"], num_kv_heads, q.device)
-    qk_scale = (head_dim**-0.5 if scale is None else scale) * k_number
-    _extend_kernel[(num_kv_heads, num_tokens // tokens + batch + 1)](
-        q,
-        key_cache,
-        value_cache,
-        table.entries,
-        table.rows,
-        table.seq_lens,
-        query_start_loc,
-        arguments["alibi_slopes"],
-        k_tensor,
-        v_tensor,
-        out,
-        lse,
-        batch,
-        num_tokens,
-        qk_scale * LOG2E if softcap is None else qk_scale / softcap,
-        v_number,
-        0.0 if softcap is None else softcap * LOG2E,
-        window or 0,
-        k_scale_stride,
-        v_scale_stride,
-        q.stride(0),
-        q.stride(1),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
-        value_cache.stride(0),
-        value_cache.stride(1),
-        value_cache.stride(2),
-        table.entries.stride(0),
-        out.stride(0),
-        out.stride(1),
-        num_heads,
-        GROUP=group,
-        TOKENS=tokens,
-        BLOCK_B=next_power_of_two(batch + 1),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        D=head_dim,
-        BLOCK_D=block_d,
-        DV=head_dim_v,
-        BLOCK_DV=block_dv,
-        LOG_ENTRY=log2(table.tokens_per_entry),
-        LOG_PAGE=log2(page_size),
-        HAS_WINDOW=window is not None,
-        HAS_CAP=softcap is not None,
-        HAS_SLOPES=arguments["alibi_slopes"] is not None,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )

@@ -154,11 +154,9 @@ DECODE_FAULTS = {
         "plain",
         (("    if SPLIT:\n        if begin >= seq_len:"), ("    if HEAD_BLOCKS > 0:\n        if begin >= seq_len:")),
     ),
-    "weights kept in fp8": fault(
-        "plain", ("tl.dot(p.to(b_q.dtype), b_v", "tl.dot(p.to(tl.float8e5).to(b_q.dtype), b_v")
-    ),
+    "weights kept in fp8": fault("plain", ("tl.dot(p.to(b_q.dtype), ", "tl.dot(p.to(tl.float8e5).to(b_q.dtype), ")),
     "weights kept in half precision": fault(
-        "plain", ("tl.dot(p.to(b_q.dtype), b_v", "tl.dot(p.to(tl.float16).to(b_q.dtype), b_v")
+        "plain", ("tl.dot(p.to(b_q.dtype), ", "tl.dot(p.to(tl.float16).to(b_q.dtype), ")
     ),
     "last split dropped": fault(
         "plain", ("used = tl.cdiv(seq_len - start, chunk)", "used = tl.cdiv(seq_len - start, chunk) - 1"), splits=3
@@ -207,7 +205,7 @@ EXTEND_FAULTS = {
         "plain", ("for i_n in range(middle, high, BLOCK_N)", "for i_n in range(middle, high - BLOCK_N, BLOCK_N)")
     ),
     "positions not clamped": fault("plain", ("at = tl.minimum(tl.maximum(o_n, low), high - 1)", "at = o_n")),
-    "last tile not launched": fault("plain", ("num_tokens // tokens + batch + 1)", "num_tokens // tokens + 1)")),
+    "last tile not launched": fault("plain", ("num_tokens // tokens + batch + 1, 1)", "num_tokens // tokens + 1, 1)")),
     "tile found one request early": fault("plain", ("(first <= i_tile)", "(first < i_tile)")),
     "heads and tokens of a tile swapped": fault(
         "plain", ("o_h = i_kv * GROUP + o_m % GROUP", "o_h = i_kv * GROUP + o_m // TOKENS % GROUP")
@@ -249,7 +247,7 @@ EXTEND_FAULTS = {
     ),
     "maximum raised without rescaling the output": fault("plain", ("    acc = acc * alpha[:, None]\n", "")),
     "weights kept in half precision": fault(
-        "plain", ("tl.dot(p.to(b_q.dtype), b_v", "tl.dot(p.to(tl.float16).to(b_q.dtype), b_v")
+        "plain", ("tl.dot(p.to(b_q.dtype), ", "tl.dot(p.to(tl.float16).to(b_q.dtype), ")
     ),
     "lse in base 2": fault("plain", ("lse * 0.6931471805599453, mask=m_m", "lse, mask=m_m")),
     "padding left as it was": fault(

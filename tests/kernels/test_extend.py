@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from kvarena.kernels import extend as extend_module
+from kvarena.kernels._launch import Remembered
 from kvarena.kernels.decode import paged_decode
 from kvarena.kernels.extend import extend_config, paged_extend
 from kvarena.kernels.page_table import PageTable
+from kvarena.kernels.pool import LAYOUTS
 from support.attention import CUDA, DEVICE, Batch, assert_attention, make_batch
 from support.attention_rows import BF16, FACTORS, FP16, batch_of, name_of
 from support.pairwise import pairwise
@@ -127,7 +128,7 @@ def test_fewer_keys_than_new_tokens_give_zeros_to_the_first() -> None:
     assert_attention(alone, (out[1:], lse[1:]))
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 31, 32, 33])
+@pytest.mark.parametrize("batch_size", [1, 2, 7, 8, 9])
 def test_every_request_finds_its_tiles(batch_size: int) -> None:
     """Counts around powers of two, empty requests among them, requests of more than one tile."""
     lens = [(7 * i) % 41 for i in range(batch_size)]
@@ -179,10 +180,10 @@ def test_bad_arguments_are_named() -> None:
 class FaultyBackend:
     """Takes everything and fails."""
 
-    def available(self, *tensors: object, **arguments: object) -> bool:
+    def available(self, *tensors: object, **options: object) -> bool:
         return True
 
-    def extend(self, *tensors: object, **arguments: object) -> None:
+    def extend(self, *tensors: object, **options: object) -> None:
         raise AttributeError("this release renamed it")
 
 
@@ -191,14 +192,14 @@ def test_a_failing_hopper_backend_warns_once_and_leaves_the_work_to_the_plain_ke
 ) -> None:
     batch = make_batch(seq_lens=[17], extend_lens=[4])
     monkeypatch.setattr(extend_module, "_hopper", [FaultyBackend()])
-    tensors = (SimpleNamespace(is_cuda=True), *batch.caches, batch.query_start_loc)
-    out = torch.empty_like(batch.q)
-    with pytest.warns(UserWarning, match="plain Triton from here on .*this release renamed it"):
-        assert not extend_module._extend_hopper(tensors, {}, out, None, None, None)
+    monkeypatch.setattr(extend_module, "_takes_hopper", lambda *arguments: True)
+    monkeypatch.setattr(extend_module, "_calls", Remembered())
+    with pytest.warns(UserWarning, match=r"plain Triton from here on .*this release renamed it"):
+        first = extend(batch, backend=None)
+    assert_attention(batch, first)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not extend_module._extend_hopper(tensors, {}, out, None, None, None)
-    assert_attention(batch, extend(batch, backend=None))
+        assert torch.equal(extend(batch, backend=None)[0], first[0])
 
 
 def test_asking_for_the_hopper_backend_where_it_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,3 +207,23 @@ def test_asking_for_the_hopper_backend_where_it_cannot_run_is_an_error(monkeypat
     monkeypatch.setattr(extend_module, "_hopper", [None])
     with pytest.raises(ValueError, match="backend: expected arguments and a device that the Hopper backend takes"):
         extend(batch, backend="gluon")
+
+
+@pytest.mark.parametrize("by_token", [False, True], ids=["block_table", "req_to_token"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_of_64_come_by_descriptors_and_unowned_slots_stay_out(layout: str, by_token: bool) -> None:
+    batch = make_batch(
+        seq_lens=[0, 200, 65, 130],
+        extend_lens=[0, 10, 2, 70],
+        page_size=64,
+        tokens_per_entry=1 if by_token else 64,
+        group=2,
+        head_dim=64,
+        head_dim_v=128,
+        dtype=FP16,
+        layout=layout,
+        width=256,
+    )
+    assert extend_module.takes_boxes(batch.caches[0])
+    assert extend_module.takes_boxes(batch.caches[1])
+    assert_attention(batch, extend(batch))
