@@ -161,36 +161,9 @@ def _result(
 ) -> Result:
     from kvarena.experiments.divergence import record_divergence
 
-    entries = list({cell.entry.name: cell.entry for cell in cells}.values())
-    pools = sorted({cell.pool_bytes for cell in cells})
-    trace = workloads[0].trace
-    manifest: dict[str, Any] = {
-        "kind": "compare",
-        "trace": trace.name,
-        "visible": asdict(trace.visible),
-        "allocators": [
-            {
-                "name": e.name,
-                "label": e.label,
-                "kind": e.kind,
-                "page_size": e.page_size,
-                "last_token_rule": e.last_token_rule,
-                "shares_prefixes": e.shares_prefixes,
-            }
-            for e in entries
-        ],
-        "pools": pools,
-        "reference_pool": pools[len(pools) // 2],
-        "working_set_bytes": {str(w.seed): w.working_set_tokens * config.pool.shape.bytes_per_token for w in workloads},
-        "tokens_per_id": workloads[0].tokens_per_id,
-        "bytes_per_token": config.pool.shape.bytes_per_token * workloads[0].tokens_per_id,
-        "budgets": [{"seed": c.workload.seed, "allocator": c.entry.name, **c.budget.lines()} for c in cells],
-        "warnings": _warnings(config, workloads),
-        "kernel_check": kernel_check,
-        "divergence": None,
-    }
+    manifest = {**_manifest(config, workloads, cells), "kernel_check": kernel_check, "divergence": None}
     resolved = config.resolved()
-    resolved["pool"]["pool"] = [f"{size} B" for size in pools]
+    resolved["pool"]["pool"] = [f"{size} B" for size in manifest["pools"]]
     result = Result(
         resolved,
         manifest,
@@ -200,9 +173,34 @@ def _result(
         pd.DataFrame(rows.timings),
     )
     manifest["divergence"] = record_divergence(result, config, workloads[0], cells)
-    inputs = [trace.path] if trace.path is not None and trace.path.is_file() else []
+    path = workloads[0].trace.path
+    inputs = [path] if path is not None and path.is_file() else []
     result.provenance = provenance([w.seed for w in workloads], inputs, started)
     return result
+
+
+def _manifest(config: Config, workloads: list[Workload], cells: list[Cell]) -> dict[str, Any]:
+    """What a reader of the tables needs beside them."""
+    pools = sorted({cell.pool_bytes for cell in cells})
+    token_bytes = config.pool.shape.bytes_per_token
+    return {
+        "kind": "compare",
+        "trace": workloads[0].trace.name,
+        "visible": asdict(workloads[0].trace.visible),
+        "allocators": [_about(entry) for entry in {cell.entry.name: cell.entry for cell in cells}.values()],
+        "pools": pools,
+        "reference_pool": pools[len(pools) // 2],
+        "working_set_bytes": {str(w.seed): w.working_set_tokens * token_bytes for w in workloads},
+        "tokens_per_id": workloads[0].tokens_per_id,
+        "bytes_per_token": token_bytes * workloads[0].tokens_per_id,
+        "budgets": [{"seed": c.workload.seed, "allocator": c.entry.name, **c.budget.lines()} for c in cells],
+        "warnings": _warnings(config, workloads),
+    }
+
+
+def _about(entry: AllocatorEntry) -> dict[str, Any]:
+    names = ("name", "label", "kind", "page_size", "last_token_rule", "shares_prefixes")
+    return {name: getattr(entry, name) for name in names}
 
 
 def _floats(frame: pd.DataFrame) -> pd.DataFrame:
