@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,23 @@ from support.golden import GOLDEN, load_jsonl, plain_name
 
 SCHED = GOLDEN / "sched"
 DECISIONS = ("scheduled", "admitted", "hit", "preempted", "finished", "running", "waiting", "free", "evictable")
+
+# What the recordings say beyond the decisions: page ids and evictions; queue flags and the ratio.
+EXTRA = {
+    "vllm": ("new_pages", "evicted", "resumed", "sampled"),
+    "sglang": ("kind", "new_token_ratio", "batch_is_full", "chunked"),
+}
+
+
+def first_difference(golden: dict[str, Any], ours: dict[str, Any], policy: str) -> str | None:
+    """What differs first in one step. Order counts, also inside objects: `scheduled` is in batch order."""
+    for key in DECISIONS:
+        if json.dumps(golden[key]) != json.dumps(ours[key]):
+            return f"step {golden['step']}: {key} is {ours[key]}, golden {golden[key]}"
+    for key in EXTRA[policy]:
+        if json.dumps(golden["extra"][key]) != json.dumps(ours["extra"][key]):
+            return f"step {golden['step']}: extra.{key} is {ours['extra'][key]}, golden {golden['extra'][key]}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -47,4 +65,12 @@ def golden_scheds() -> list[GoldenSched]:
     return found
 
 
-__all__ = ["DECISIONS", "SCHED", "GoldenSched", "golden_scheds", "load_jsonl", "plain_name", "scenario_paths"]
+__all__ = [
+    "SCHED",
+    "GoldenSched",
+    "first_difference",
+    "golden_scheds",
+    "load_jsonl",
+    "plain_name",
+    "scenario_paths",
+]

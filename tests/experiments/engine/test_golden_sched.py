@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from kvarena.experiments.engine.scenario import SchedRunner, read_sched_scenario, run_sched_scenario
-from support.sched import DECISIONS, GoldenSched, golden_scheds, load_jsonl
+from support.sched import GoldenSched, first_difference, golden_scheds, load_jsonl
 
 LOGS = golden_scheds()
-# What the upstreams' recordings say beyond the decisions: page ids and evictions; queue flags and the ratio.
-EXTRA = {
-    "vllm": ("new_pages", "evicted", "resumed", "sampled"),
-    "sglang": ("kind", "new_token_ratio", "batch_is_full", "chunked"),
-}
-
-
-def first_difference(golden: dict[str, Any], ours: dict[str, Any], policy: str) -> str | None:
-    # Order counts, also inside objects: `scheduled` is in batch order.
-    for key in DECISIONS:
-        if json.dumps(golden[key]) != json.dumps(ours[key]):
-            return f"step {golden['step']}: {key} is {ours[key]}, golden {golden[key]}"
-    for key in EXTRA[policy]:
-        if json.dumps(golden["extra"][key]) != json.dumps(ours["extra"][key]):
-            return f"step {golden['step']}: extra.{key} is {ours['extra'][key]}, golden {golden['extra'][key]}"
-    return None
 
 
 def answer(log: GoldenSched, upto: int | None = None) -> list[dict[str, Any]]:
