@@ -255,11 +255,25 @@ class finished_folder:
 
 
 def _remove_stale(out: Path) -> None:
-    """Remove what killed processes left beside `out`: unfinished folders, and replaced results."""
-    for path in out.parent.glob(f".{out.name}.*"):
-        _, pid, kind = path.name.rsplit(".", 2)
-        if kind in ("partial", "old") and pid.isdigit() and not Path("/proc", pid).exists() and Path("/proc").exists():
-            shutil.rmtree(path, ignore_errors=True)
+    """Clear what killed processes left beside `out`: unfinished folders, and replaced results.
+
+    A process killed between its two renames left a whole new result under its temporary name: that one is put in
+    its place first, so nothing that was finished is lost.
+    """
+    stale = [path for path in out.parent.glob(f".{out.name}.*") if _left_by_the_dead(path)]
+    for path in stale:
+        finished = path.with_suffix(".partial")
+        if path.suffix == ".old" and not out.exists() and finished.is_dir():
+            finished.rename(out)
+    for path in stale:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _left_by_the_dead(path: Path) -> bool:
+    _, pid, kind = path.name.rsplit(".", 2)
+    if kind not in ("partial", "old") or not pid.isdigit():
+        return False
+    return Path("/proc").exists() and not Path("/proc", pid).exists()
 
 
 def refuse_foreign(out: Path) -> None:

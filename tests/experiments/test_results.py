@@ -13,7 +13,7 @@ import pytest
 from kvarena.allocators.config import block
 from kvarena.experiments import report
 from kvarena.experiments.compare import compare
-from kvarena.experiments.results import load_result, merge_results
+from kvarena.experiments.results import finished_folder, load_result, merge_results
 from support.requests import request, trace
 from support.small import shared, small
 
@@ -142,6 +142,17 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
     (tmp_path / ".other.999999999.partial").mkdir()
     shared().save(tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == [".other.999999999.partial", "out"]
+
+
+def test_a_result_whose_writer_was_killed_between_the_two_renames_is_put_in_place(saved, tmp_path):
+    finished, replaced = tmp_path / ".out.999999999.partial", tmp_path / ".out.999999999.old"
+    shutil.copytree(saved, finished)
+    shutil.copytree(saved, replaced)
+    (finished / "which.txt").write_text("the new one")
+    with pytest.raises(RuntimeError, match="next run fails"), finished_folder(tmp_path / "out"):
+        raise RuntimeError("next run fails")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "which.txt").read_text() == "the new one"
 
 
 def test_a_folder_of_something_else_is_refused_before_anything_runs(tmp_path):
