@@ -65,6 +65,19 @@ class PrefixTree:
             self.num_ids += (len(data) - at) // 4
         return at // 4, source
 
+    def known(self, ids: NDArray[np.int32], namespace: Any = None) -> tuple[int, int]:
+        """What `add` would return, inserting nothing."""
+        node, data, at, source = self._roots.get(namespace), ids.tobytes(), 0, -1
+        while node is not None and at < len(data):
+            child = node.children.get(data[at : at + 4])
+            if child is None:
+                break
+            shared = _common(child.ids, data, at)
+            at += shared
+            source = child.first_user
+            node = child if shared == len(child.ids) else None
+        return at // 4, source
+
 
 def _common(edge: bytes, data: bytes, at: int) -> int:
     """Bytes, in whole ids, that `edge` and `data[at:]` share."""
