@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import tracemalloc
+from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from kvarena.experiments.bench.alloc_ops import (
     tree_hold,
     tree_of_leaves,
 )
+from kvarena.experiments.bench.real_sglang import RealSGLang
 
 VERBS = ("pin", "reserve", "commit", "release")
 DIGEST_BYTES = 16  # what a page's hash is chained to
@@ -90,6 +92,23 @@ def gate(load: list[Prompt]) -> None:
         hits[f"{contender.design} {contender.page_size}"] = found
     if hits["block hashed 16"] != hits["block runs 16"]:
         raise ValueError("block: the two forms found different hits; times would compare different work")
+
+
+def real_rates(load: list[Prompt], page_size: int) -> float:
+    """The same replay through the real SGLang; its decisions are compared with ours before it counts."""
+    prompts_in = [array("q", prompt.tolist()) for prompt in load]
+    real = RealSGLang(POOL_TOKENS, page_size)
+    gc.collect()
+    start = time.process_time()
+    hits = [real.serve(prompt) for prompt in prompts_in]
+    taken = time.process_time() - start
+    owner = allocator({"kind": "token", "page_size": page_size}, POOL_TOKENS)
+    ours = [serve(owner, seq) for seq in sequences(load, page_size, hashes=False)]
+    if ours != hits or owner.room() != real.room():
+        raise ValueError(
+            f"page size {page_size}: the real SGLang decided otherwise; times would compare different work"
+        )
+    return len(load) / taken
 
 
 def latencies(contender: Contender, seqs: list[Sequence]) -> dict[str, list[int]]:

@@ -19,7 +19,21 @@ TITLES = {
     "growth": "the same operation in ever larger pools and trees, us of CPU time",
     "memory": "memory and build time",
 }
-COLUMNS = ("", "design", "page", "size", "ours", "low .. high", "real", "ratio", "must", "aim", "met")
+COLUMNS = (
+    "",
+    "design",
+    "page",
+    "size",
+    "ours",
+    "low .. high",
+    "real",
+    "ratio",
+    "must",
+    "aim",
+    "met",
+    "real here",
+    "ratio here",
+)
 
 
 def text(rows: list[Row]) -> str:
@@ -30,7 +44,8 @@ def text(rows: list[Row]) -> str:
         if chosen:
             parts.append(title + "\n" + _table(chosen))
     real = next((row["real"] for row in rows if row["study"] == "header"), "")
-    return "\n\n".join([*parts, f"real: {real}"]) + "\n"
+    notes = f"real, must, aim, met: against {real}\nreal here: measured in this run's turns, where it can be imported"
+    return "\n\n".join([*parts, notes]) + "\n"
 
 
 def _table(rows: list[Row]) -> str:
@@ -61,6 +76,10 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{_number(row['must'])}{times}" if row["must"] is not None else "",
         f"{_number(row['aim'])}{times}" if row["aim"] is not None else "",
         row["met"] or "",
+        _number(row.get("here")),
+        f"{row['here_ratio']:.1f}x ({row['here_ratio_low']:.1f} .. {row['here_ratio_high']:.1f})"
+        if "here" in row
+        else "",
     )
 
 

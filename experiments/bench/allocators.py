@@ -1,7 +1,7 @@
 """kvarena bench allocators: what a decision costs on the host, ours beside the real packages and what is asked for.
 
 Cost is shown in three ways that never share an axis: operation counts that follow from the decisions alone, the
-real packages' times (recorded ones), and ours. Times are process CPU time, medians over samples
+real packages' times (recorded ones; SGLang's measured here too where it can be imported), and ours. Times are process CPU time, medians over samples
 with the whole range beside them; only latencies are wall time, since that is what a step waits for. Everything runs
 on one core of the host; memory and cache are shared with whatever else runs there, so compare ratios, not digits.
 
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from kvarena.experiments.bench import alloc_studies as studies
+from kvarena.experiments.bench import real_sglang
 from kvarena.experiments.bench.alloc_load import NUM_REQUESTS, Prompt, replay_prompts
 from kvarena.experiments.bench.alloc_ops import block_ops, token_ops
 from kvarena.experiments.bench.alloc_recorded import MARKS, SOURCE, Mark
@@ -56,7 +57,7 @@ def run(chosen: Iterable[str], effort: Effort, say: Say) -> Iterator[Row]:
     studies.gate(load[:500])
     measure: dict[str, Callable[[], Iterator[Row]]] = {
         "counts": lambda: count_rows(load),
-        "replay": lambda: replay_rows(load, effort),
+        "replay": lambda: replay_rows(load, effort, say),
         "op": lambda: op_rows(effort),
         "latency": lambda: latency_rows(load),
         "growth": lambda: growth_rows(effort),
@@ -141,21 +142,44 @@ def _decisions() -> list[studies.Contender]:
     return [contender for contender in studies.CONTENDERS if contender.design != "block runs"]
 
 
-def replay_rows(load: list[Prompt], effort: Effort) -> Iterator[Row]:
-    """Requests a CPU second; contenders take turns, so that a slow moment of the machine hits all of them."""
+def replay_rows(load: list[Prompt], effort: Effort, say: Say) -> Iterator[Row]:
+    """Requests a CPU second; contenders take turns, so that a slow moment of the machine hits all of them.
+
+    Where the real SGLang can be imported it takes its turns too: `here` is its rate in this run.
+    """
+    missing = real_sglang.importable()
+    if missing:
+        say(missing)
     for form in ("tokens", "page hashes"):
         # A token a page is its own name: at page 1 hashes say nothing new.
         contenders = [c for c in studies.CONTENDERS if form == "tokens" or c.page_size > 1]
-        seqs = {
-            size: studies.sequences(load, size, hashes=form != "tokens") for size in {c.page_size for c in contenders}
-        }
-        rates: dict[studies.Contender, list[float]] = {}
+        sizes = {contender.page_size for contender in contenders}
+        seqs = {size: studies.sequences(load, size, hashes=form != "tokens") for size in sizes}
+        rates: dict[studies.Contender, list[float]] = {contender: [] for contender in contenders}
+        real: dict[int, list[float]] = {size: [] for size in sizes}
         for _ in range(effort.repeats):
-            for contender in contenders:
-                rate = studies.replay_rate(contender, seqs[contender.page_size])
-                rates.setdefault(contender, []).append(rate)
+            for contender, values in rates.items():
+                values.append(studies.replay_rate(contender, seqs[contender.page_size]))
+            for size, values in real.items():
+                if form == "tokens" and not missing:
+                    values.append(studies.real_rates(load, size))
         for contender, values in rates.items():
-            yield row("replay", form, contender.design, contender.page_size, "requests/CPU s", values)
+            line = row("replay", form, contender.design, contender.page_size, "requests/CPU s", values)
+            beside = real[contender.page_size] if contender.design == "token" else []
+            yield line | _beside(values, beside)
+
+
+def _beside(ours: list[float], real: list[float]) -> Row:
+    """The real package's rate in the same turns, and the ratio with its range over turns."""
+    if not real:
+        return {}
+    ratios = [mine / theirs for mine, theirs in zip(ours, real, strict=True)]
+    return {
+        "here": statistics.median(real),
+        "here_ratio": statistics.median(ratios),
+        "here_ratio_low": min(ratios),
+        "here_ratio_high": max(ratios),
+    }
 
 
 def op_rows(effort: Effort) -> Iterator[Row]:

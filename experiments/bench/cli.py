@@ -55,3 +55,40 @@ def allocators(
     write_log(rows, out / "allocators.jsonl")
     written = alloc_tables.save(rows, out)
     print(f"{out / 'allocators.jsonl'}, {', '.join(path.name for path in written)}", file=sys.stderr)
+
+
+@bench_app.command(epilog="Example: kvarena bench kernels --figures out/figures --saved results/h200/kernels.json")
+def kernels(
+    part: Annotated[
+        str | None, typer.Option(help="What to run on this card: check, decode or rest; each under ten minutes.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Results file; default results/CARD/kernels.json.")] = None,
+    peers: Annotated[str, typer.Option(help="Kernels to run beside ours; what cannot be imported is skipped.")] = (
+        "fa3,flashinfer,sdpa"
+    ),
+    budget: Annotated[float, typer.Option(help="Seconds; cells that no longer fit are left out and say so.")] = 540,
+    saved: Annotated[Path | None, typer.Option(help="A saved results file to show, without a card.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Folder for figures from the results, saved or new.")] = None,
+) -> None:
+    """Check the kernels on this card, then time them beside peers and ceilings; or show a saved result.
+
+    Rows are JSON lines on stdout; tables and targets for people go to stderr. Exit code 1: a row has an error.
+    """
+    if part is None and saved is None:
+        raise ValueError("--part or --saved: expected one of them, found neither")
+    from kvarena.experiments.bench import kernel_plots, tables
+
+    failed = 0
+    if part is not None:
+        from kvarena.experiments.bench.kernels import bench_kernels, default_out
+
+        failed = bench_kernels(part, out, [name for name in peers.split(",") if name], budget)
+        saved = out or default_out()
+    result = kernel_plots.load_kernels(saved or Path())
+    if part is None:
+        tables.print_tables(result, sys.stderr)
+    if figures is not None:
+        written = kernel_plots.save_figures(result, figures)
+        print(f"{len(written)} files in {figures}", file=sys.stderr)
+    if failed:
+        raise typer.Exit(1)

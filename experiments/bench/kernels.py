@@ -34,7 +34,7 @@ from kvarena.kernels import extend_gluon
 
 PARTS = ("check", "decode", "rest")
 SCHEMA_VERSION = 1
-WORKERS = 14
+WORKERS = 9  # each holds pools of up to 11 GB
 
 
 def provenance(skipped: dict[str, str]) -> dict[str, Any]:
@@ -142,6 +142,11 @@ def card_folder() -> str:
     return torch.cuda.get_device_name().removeprefix("NVIDIA").strip().lower().replace(" ", "-")
 
 
+def default_out() -> Path:
+    """results/<card>/kernels.json below the current folder."""
+    return Path("results") / card_folder() / "kernels.json"
+
+
 def bench_kernels(part: str, out: Path | None, peer_names: Sequence[str], budget_s: float = 540) -> int:
     """Run one part; returns the number of rows with an error."""
     if not torch.cuda.is_available():
@@ -155,7 +160,7 @@ def bench_kernels(part: str, out: Path | None, peer_names: Sequence[str], budget
     print(f"{part}: untimed work took {time.time() - started:.0f} s", file=sys.stderr)
     peers, skipped = load_peers(list(peer_names) if part != "check" else [])
     rows += run_part(part, peers, budget_s - (time.time() - started))
-    whole = merge(out or Path("results") / card_folder() / "kernels.json", part, rows, provenance(skipped))
+    whole = merge(out or default_out(), part, rows, provenance(skipped))
     print_tables(whole, sys.stderr)
     errors = [row for row in rows if "error" in row]
     for row in errors:

@@ -16,8 +16,10 @@ def rows_of(whole: Mapping[str, Any], **labels: Any) -> list[Row]:
 
 
 def read_ceiling(whole: Mapping[str, Any]) -> float:
-    """Best read-only rate, GB/s; NaN when no ceiling was measured."""
-    return max((row["gbps"] for row in rows_of(whole, op="ceiling", what="read")), default=math.nan)
+    """Best read-only rate of the decode part's own process (else of any part), GB/s; NaN when none was measured."""
+    parts = whole["parts"]
+    chosen = {"parts": {"decode": parts["decode"]}} if "decode" in parts else whole
+    return max((row["gbps"] for row in rows_of(chosen, op="ceiling", what="read")), default=math.nan)
 
 
 def grid(
