@@ -13,6 +13,7 @@ import pytest
 import torch
 from kvarena.kernels.extend_gluon import HEAD_DIM, L2_GROUP_BYTES, plan_extend
 from kvarena.kernels.page_table import PageTable
+from support.attention import DEVICE
 
 BATCHES = {
     "one": [(0, 77)],
@@ -45,9 +46,10 @@ def expected_tiles(batch: list[tuple[int, int]], rows: list[int], tokens: int, h
 def test_plan_lists_every_tile_once_in_order(name: str, num_heads: int, num_kv_heads: int) -> None:
     batch = BATCHES[name]
     rows = [(3 * b + 1) % 64 for b in range(len(batch))]
-    lens = torch.tensor([prefix + new for prefix, new in batch], dtype=torch.int32)
-    starts = torch.tensor([0, *[new for _, new in batch]], dtype=torch.int32).cumsum(0).int()
-    table = PageTable(torch.zeros(64, 1, dtype=torch.int32), torch.tensor(rows, dtype=torch.int32), lens, 16)
+    lens = torch.tensor([prefix + new for prefix, new in batch], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, *[new for _, new in batch]], dtype=torch.int32).cumsum(0).int().to(DEVICE)
+    entries = torch.zeros(64, 1, dtype=torch.int32, device=DEVICE)
+    table = PageTable(entries, torch.tensor(rows, dtype=torch.int32, device=DEVICE), lens, 16)
     padding = 40
     plan = plan_extend(table, starts, int(starts[-1]) + padding, num_heads, num_kv_heads)
     wanted = expected_tiles([*batch, (-padding, padding)], [*rows, 0], 128 * num_kv_heads // num_heads, num_kv_heads)
