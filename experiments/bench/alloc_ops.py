@@ -177,7 +177,7 @@ def take_one(spec: dict[str, Any], times: int = 1000) -> Timed:
     free = FreePages(POOL_TOKENS // spec["page_size"], fifo=spec["page_size"] == 1)
 
     def work(_: None) -> None:
-        for _ in range(times):
+        for _number in range(times):
             free.take(1)
 
     return Timed(free.clear, work, times)

@@ -157,7 +157,9 @@ def counts(contender: Contender, seqs: list[Sequence]) -> dict[str, int]:
         if pin is None:
             raise ValueError(f"the benchmark's pool is too small for {seq!r}")
         total.nodes_visited += _depth(owner, seq)
-        (taken,) = owner.reserve([(seq, seq.num_tokens - pin.hit_tokens)]) or ()
+        taken = owner.extend(seq, seq.num_tokens - pin.hit_tokens)
+        if taken is None:
+            raise ValueError(f"the benchmark's pool is too small for {seq!r}")
         (done,) = owner.commit([(seq, seq.num_tokens)])
         total.nodes_visited += 2 * _depth(owner, seq)  # at the commit and at the release
         released = owner.release([seq], Release.FINISH)

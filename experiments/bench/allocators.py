@@ -1,9 +1,10 @@
 """kvarena bench allocators: what a decision costs on the host, ours beside the real packages and what is asked for.
 
 Cost is shown in three ways that never share an axis: operation counts that follow from the decisions alone, the
-real packages' times (recorded ones; SGLang's measured here too where it can be imported), and ours. Times are process CPU time, medians over samples
-with the whole range beside them; only latencies are wall time, since that is what a step waits for. Everything runs
-on one core of the host; memory and cache are shared with whatever else runs there, so compare ratios, not digits.
+real packages' times (recorded ones; SGLang's measured here too where it can be imported), and ours. Times are process
+CPU time, medians over samples with the whole range beside them; only latencies are wall time, since that is what a
+step waits for. Everything runs on one core of the host; memory and cache are shared with whatever else runs there, so
+compare ratios, not digits.
 
 Nothing is timed before the designs' forms were found to decide alike on this workload.
 """

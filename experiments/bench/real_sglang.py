@@ -106,7 +106,7 @@ def importable() -> str | None:
     """None when the real package is there; else why it is not."""
     try:
         RealSGLang(64, 1)
-    except ImportError as error:
+    except (ImportError, RuntimeError, OSError) as error:  # a missing or mismatched dependency of it
         return f"sglang cannot be imported ({error}); its recorded figures stand in"
     return None
 

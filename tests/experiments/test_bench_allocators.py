@@ -5,13 +5,14 @@ should.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from kvarena.allocators.config import make_allocator
-from kvarena.experiments.bench import alloc_studies, allocators
+from kvarena.experiments.bench import alloc_studies, allocators, real_sglang
 from kvarena.experiments.bench.alloc_load import page_names, replay_prompts
 from kvarena.experiments.bench.alloc_ops import Op, block_ops, token_ops
 from kvarena.experiments.bench.alloc_recorded import MARKS, Mark
@@ -61,6 +62,21 @@ def test_the_table_has_a_line_for_every_row(rows: list[dict[str, Any]]) -> None:
 def test_growth_has_a_panel_for_each_operation_and_a_line_for_each_design(rows: list[dict[str, Any]]) -> None:
     panels = growth_figure(rows).axes
     assert [len(ax.get_lines()) for ax in panels] == [4, 1, 1]
+
+
+@pytest.mark.skipif(real_sglang.importable() is not None, reason="needs sglang 0.5.22 (extra: peers)")
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_real_sglang_decides_as_the_token_design(page_size: int) -> None:
+    assert alloc_studies.real_rates(replay_prompts(300), page_size) > 0
+
+
+def test_a_missing_real_package_is_said_and_its_recorded_figures_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    said: list[str] = []
+    rows = list(allocators.run(["replay"], SMALL, said.append))
+    assert any("sglang cannot be imported" in text for text in said)
+    assert not any("here" in row for row in rows)
+    assert {row["real"] for row in rows[1:] if row["design"] == "token" and row["name"] == "tokens"} == {862, 530}
 
 
 @pytest.mark.parametrize(
