@@ -6,20 +6,19 @@
             extend attention  launch + 4 x heads x head_dim x (query, key) pairs / rate
     host  = base + per request of the batch + per prompt token admitted
 
-Attention coefficients are fitted to measured kernel times (`calibrate`) and kept as JSON; without such a file the
+Attention coefficients are fitted to measured kernel times (`calibrate.py`) and kept as JSON; without such a file the
 defaults below are used, which are shares of the card's published peaks and are marked as not calibrated.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from kvarena.experiments.engine.scheduler import StepPlan
-from kvarena.experiments.metrics import percentile
 from kvarena.experiments.models import ITEMSIZE, ModelShape
 
 STEP_TIMES_VERSION = 1
@@ -192,61 +191,3 @@ def save_gpu_times(times: GpuTimes, path: Path) -> None:
     data = {"schema_version": STEP_TIMES_VERSION, **asdict(times)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-
-
-def calibrate(rows: Iterable[Mapping[str, Any]], source: str, base: GpuTimes | None = None) -> GpuTimes:
-    """Fit the attention coefficients to rows of the kernel benchmark; the rest stays as in `base`.
-
-    A row has `op` ("decode" or "extend"), `us`, `page_size`, and `bytes` (KV read, one layer) or `flops`. The error
-    is out of sample: every second row is predicted from a fit to the others. Raises ValueError for too few rows.
-    """
-    given = list(rows)
-    base = base or GpuTimes()
-    decode = [(float(row["bytes"]), float(row["us"]), int(row["page_size"])) for row in given if row["op"] == "decode"]
-    extend = [(float(row["flops"]), float(row["us"]), int(row["page_size"])) for row in given if row["op"] == "extend"]
-    decode_us, decode_rate = _fit(decode, "decode")
-    extend_us, extend_rate = _fit(extend, "extend")
-    by_page = {}
-    for size in sorted({size for _, _, size in decode}):
-        subset = [row for row in decode if row[2] == size]
-        if len(subset) >= 4:
-            by_page[str(size)] = _fit(subset, f"decode at page {size}")[1] / 1e3
-    return replace(
-        base,
-        decode_us=decode_us,
-        decode_gbps=decode_rate / 1e3,
-        extend_us=extend_us,
-        extend_tflops=extend_rate / 1e6,
-        decode_gbps_by_page=by_page,
-        calibrated=True,
-        source=source,
-        error={"decode": _errors(decode, "decode"), "extend": _errors(extend, "extend")},
-    )
-
-
-def _fit(rows: Sequence[tuple[float, float, int]], what: str) -> tuple[float, float]:
-    """(fixed us, amount per us) of us = fixed + amount / rate, least squares of the relative error; fixed >= 0.01."""
-    import numpy as np
-
-    if len(rows) < 2:
-        raise ValueError(f"calibrate: expected at least 2 {what} rows, found {len(rows)}")
-    amounts, us = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
-    design = np.stack([1 / us, amounts / us], axis=1)
-    fixed, slope = np.linalg.lstsq(design, np.ones(len(rows)), rcond=None)[0]
-    if fixed < 0.01:
-        fixed, slope = 0.01, float((amounts / us).sum() / ((amounts / us) ** 2).sum())
-    if slope <= 0:
-        raise ValueError(f"calibrate: {what} rows do not grow with their amount")
-    return float(fixed), float(1 / slope)
-
-
-def _errors(rows: Sequence[tuple[float, float, int]], what: str) -> list[float]:
-    """[p50, p95] of |predicted - measured| / measured; each half is predicted from the other."""
-    if len(rows) < 4:
-        return []
-    errors = []
-    for half in (0, 1):
-        fixed, rate = _fit(rows[half::2], what)
-        errors += [abs(fixed + amount / rate - us) / us for amount, us, _ in rows[1 - half :: 2]]
-    errors.sort()
-    return [round(percentile(errors, 0.5), 4), round(percentile(errors, 0.95), 4)]

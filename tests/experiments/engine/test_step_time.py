@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvarena.experiments.engine.calibrate import benchmark_rows, calibrate, main
 from kvarena.experiments.engine.request import make_request
 from kvarena.experiments.engine.scheduler import Scheduled, StepPlan
 from kvarena.experiments.engine.simulate import IDLE_STEP_S, Clock
@@ -17,7 +18,6 @@ from kvarena.experiments.engine.step_time import (
     GpuTimes,
     HostTimes,
     StepTimeModel,
-    calibrate,
     compute_of,
     load_gpu_times,
     save_gpu_times,
@@ -172,3 +172,45 @@ def test_recorded_host_times_rank_as_they_were_recorded() -> None:
     plan = StepPlan("decode", [entry(1, 9) for _ in range(256)])
     took = {name: StepTimeModel(SHAPE, MODEL.compute, 16, GPU, times).host_s(plan) for name, times in HOST.items()}
     assert took["none"] == 0 < took["ours-token"] < took["ours-block"] < took["sglang"] < took["vllm"]
+
+
+def benchmark(tmp_path: Path) -> Path:
+    """A results file as the kernel benchmark writes it, with peers, other studies and a failed row among the rows."""
+    made = []
+    for index, row in enumerate(rows(0.02)):
+        us, page, point = float(str(row["us"])), row["page_size"], f"p{index}"
+        rate = {"gbps": row["bytes"] / us / 1e3} if "bytes" in row else {"tflops": row["flops"] / us / 1e6}  # type: ignore[operator]
+        shared = {"op": row["op"], "point": point, "page": page, "study": "grid"}
+        made.append({**shared, "kernel": "kvarena-block_table", "us": us, **rate})
+        made.append({**shared, "kernel": "kvarena-req_to_token", "us": 3 * us, **{k: v / 3 for k, v in rate.items()}})
+        made.append({**shared, "kernel": "fa3", "us": us / 2, **rate})
+        made.append({**shared, "study": "heads", "kernel": "kvarena-block_table", "us": us / 9, **rate})
+    made.append({"op": "decode", "point": "late", "page": 16, "study": "grid", "error": "no time left"})
+    path = tmp_path / "kernels.json"
+    part = {"provenance": {"card": ["NVIDIA H200"]}, "rows": made}
+    path.write_text(json.dumps({"schema_version": 1, "parts": {"decode": part}}))
+    return path
+
+
+def test_benchmark_results_become_a_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = benchmark(tmp_path)
+    taken, source = benchmark_rows(path)
+    assert len(taken) == len(rows())  # the fastest of ours at each point; no peer, no other study, no failure
+    assert "NVIDIA H200" in source
+    assert main([str(path)]) == 0
+    times = load_gpu_times(tmp_path / "step_times.json")
+    assert times.calibrated
+    assert times.decode_gbps == pytest.approx(4000, rel=0.1)
+    assert times.extend_tflops == pytest.approx(600, rel=0.1)
+    assert 0 < times.error["decode"][0] <= times.error["decode"][1] < 0.2
+    assert json.loads(capsys.readouterr().out)["error"] == times.error
+    assert {"step_times.pdf", "step_times.svg", "step_times.png"} <= {entry.name for entry in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"parts": {"decode": {"rows": []}}}', '{"parts": {}}'])
+def test_broken_benchmark_results_are_one_error(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "kernels.json"
+    path.write_text(text)
+    assert main([str(path)]) == 2
+    assert "calibrate:" in capsys.readouterr().err
+    assert not (tmp_path / "step_times.json").exists()
