@@ -231,9 +231,14 @@ def page_rows(tensor: Tensor) -> Tensor:
 
 
 def _upload(ids: Tensor, device: torch.device) -> Tensor:
-    """Ids on the device, int32; the copy is queued, not waited for."""
+    """Ids on the device, int32; the copy is queued, not waited for.
+
+    A short list goes from pageable memory: the driver takes it over at once, which is sooner than to pin it.
+    """
     host = ids.int()
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+    if device.type == "cuda" and host.numel() > 8192:
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 def copy_pages(pool_tensors: Tensor | Sequence[Tensor], src_ids: Ids, dst_ids: Ids) -> None:

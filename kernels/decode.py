@@ -262,31 +262,32 @@ def decode_config(batch: int, kv_blocks: int, capacity: int, row_bytes: int) -> 
     capacity   tokens that a row of the table can name (or the window, if smaller)
     row_bytes  bytes of one K row in the pool
 
-    From runs on one H200 (results/h200), at 256-byte rows. A program takes 256 to 4,096 tokens, chosen so that all of
-    them are just under two waves of what the multiprocessors hold at once: one program with 128-token blocks (the most
+    From runs on one H200 (results/h200). A program takes 256 to 4,096 tokens, chosen so that all of them are just
+    under two waves of what the multiprocessors hold at once, or many: one program with 128-token blocks (the most
     bytes in flight, where a chunk is long or work is plenty), two or three with 64, four with 32 where requests are
     short. From 2^24 tokens on chunks are shorter again: a long request in a mixed batch must not end last.
-    Rows of 512 bytes and more halve the block so that the loads in flight fit in shared memory; rows of 128 bytes
-    take more stages.
+    Blocks are for rows of 256 bytes: longer ones halve them so that loads in flight fit in shared memory, rows of
+    128 bytes (one-byte caches, head_dim 64) want more programs and stages.
     """
     programs = batch * kv_blocks
     work = programs * capacity
+    chunk = min(4096, max(256, next_power_of_two(work // 512)))
     if work >= 2**20:
-        chunk = 4096 if work < 2**24 else 2048
-    else:
-        chunk = max(256, next_power_of_two(work // 512))
+        chunk = 4096 if work < 2**21 else min(4096, max(1024, next_power_of_two(work // 2048)))
+    if work >= 2**24:
+        chunk = 2048
     num_splits = max(1, min(ceil_div(capacity, chunk), MAX_PROGRAMS // max(programs, 1)))
     length = min(chunk, capacity)
     if work <= 2**17:
         block_n, num_warps, num_stages = 32, 2, 5
     elif work >= 2**21 or length >= 4096:
-        block_n, num_warps, num_stages = 128, 4, 4
+        block_n, num_warps, num_stages = (128, 4, 4) if row_bytes > 128 else (64, 2, 6)
+        if 256 < row_bytes < 512:
+            return DecodeConfig(32, 2, 4, chunk, num_splits)
     elif work >= 2**20 and length <= 1024:
         block_n, num_warps, num_stages = 32, 2, 4
     else:
         block_n, num_warps, num_stages = 64, 2, 3
-    if row_bytes <= 128 and block_n == 128:
-        num_stages = 6
     while row_bytes > 256 and block_n > 16:
         row_bytes //= 2
         block_n //= 2
@@ -440,6 +441,7 @@ def _prepare(
     qk_scale = (head_dim**-0.5 if scale is None else scale) * k_number
     lse_strides = (num_heads * splits, splits) if splits > 1 else (num_heads, 1) if return_lse else (0, 0)
     part_strides = (num_heads * splits * head_dim_v, splits * head_dim_v, head_dim_v)
+    block_s = min(32, next_power_of_two(splits))
     widths = {"DV": head_dim_v, "BLOCK_DV": next_power_of_two(head_dim_v), "BLOCK_N": config.block_n}
     return _Call(
         shape=shape,
@@ -480,9 +482,9 @@ def _prepare(
         combine_numbers=(window or 0, min_chunk, splits, num_heads),
         combine_constants={
             **widths,
-            "BLOCK_S": min(32, next_power_of_two(splits)),
+            "BLOCK_S": block_s,
             "HAS_WINDOW": window is not None,
-            "num_warps": 4,
+            "num_warps": max(1, block_s * next_power_of_two(head_dim_v) // 4096),  # small programs start sooner
         },
     )
 

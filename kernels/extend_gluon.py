@@ -162,7 +162,7 @@ def plan_extend(
         "num_warps": 4,
     }
     args = (query_start_loc, table.rows, table.seq_lens, tiles, state, batch, num_tokens)
-    grid, key = (ceil_div(most, block), num_kv_heads, 1), (num_tokens, num_heads, call_key(*args[:3]))
+    grid, key = (ceil_div(most, block), num_kv_heads, 1), (num_tokens, num_heads, num_kv_heads, call_key(*args[:3]))
     launch_once(_plan_kernel, grid, args, constants, key)
     return ExtendPlan(tiles, state, tokens_per_tile, num_kv_heads)
 
