@@ -61,13 +61,11 @@ def _find_request(start_ptr, num_requests, i_tile, TOKENS: tl.constexpr, BLOCK_B
 
 
 @triton.jit
-def _attend_block(
-    acc,
+def _weights(
     m_i,
     l_i,
     b_q,
     b_k,
-    b_v,
     b_slope,
     o_pos,
     o_n,
@@ -80,7 +78,7 @@ def _attend_block(
     HAS_SLOPES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Take one block of keys, at positions o_n, into (acc [BLOCK_M, BLOCK_DV], m_i, l_i)."""
+    """Running softmax over one block of keys, at positions o_n: as `softmax_step`."""
     s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
     factor = qk_scale
     if HAS_CAP:
@@ -94,10 +92,7 @@ def _attend_block(
         if HAS_WINDOW:
             m &= o_n[None, :] > o_pos[:, None] - window
         s = tl.where(m, s, float("-inf"))
-    p, m_i, l_i, alpha = softmax_step(s, factor, m_i, l_i, MASKED)
-    acc = acc * alpha[:, None]
-    acc = tl.dot(p.to(b_q.dtype), b_v.to(b_q.dtype), acc, input_precision="ieee")
-    return acc, m_i, l_i
+    return softmax_step(s, factor, m_i, l_i, MASKED)
 
 
 @triton.jit
@@ -202,36 +197,41 @@ def _extend_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     k_row, k_col = i_kv * key_head_rows, i_kv * key_head_cols
     v_row, v_col = i_kv * value_head_rows, i_kv * value_head_cols
+    # V is loaded behind the softmax, so that waiting for K does not wait for V.
     for i_n in range(begin, middle, BLOCK_N):
         o_n = i_n + tl.arange(0, BLOCK_N)
+        page, offset = locate(p_row, i_n if BOXES else o_n, LOG_ENTRY, LOG_PAGE)
         if BOXES:
-            page, offset = locate(p_row, i_n, LOG_ENTRY, LOG_PAGE)
             b_k = key_box.load([(page * key_page_rows + offset).to(tl.int32) + k_row, k_col])  # [BLOCK_N, D]
-            b_v = value_box.load([(page * value_page_rows + offset).to(tl.int32) + v_row, v_col])
         else:
-            page, offset = locate(p_row, o_n, LOG_ENTRY, LOG_PAGE)
             b_k = load_rows(p_key, page, offset, key_stride_p, key_stride_s, D, BLOCK_D)
-            b_v = load_rows(p_value, page, offset, value_stride_p, value_stride_s, DV, BLOCK_DV)
-        acc, m_i, l_i = _attend_block(
-            acc, m_i, l_i, b_q, b_k, b_v, b_slope, o_pos, o_n, high, qk_scale, cap, window,
+        p, m_i, l_i, alpha = _weights(
+            m_i, l_i, b_q, b_k, b_slope, o_pos, o_n, high, qk_scale, cap, window,
             HAS_WINDOW, HAS_CAP, HAS_SLOPES, False,
         )  # fmt: skip
+        if BOXES:
+            b_v = value_box.load([(page * value_page_rows + offset).to(tl.int32) + v_row, v_col])
+        else:
+            b_v = load_rows(p_value, page, offset, value_stride_p, value_stride_s, DV, BLOCK_DV)
+        acc = tl.dot(p.to(b_q.dtype), b_v.to(b_q.dtype), acc * alpha[:, None], input_precision="ieee")
     for i_n in range(middle, high, BLOCK_N):
         o_n = i_n + tl.arange(0, BLOCK_N)
+        at = tl.minimum(tl.maximum(o_n, low), high - 1)
+        page, offset = locate(p_row, i_n if BOXES else at, LOG_ENTRY, LOG_PAGE)
         if BOXES:
-            page, offset = locate(p_row, i_n, LOG_ENTRY, LOG_PAGE)
             b_k = key_box.load([(page * key_page_rows + offset).to(tl.int32) + k_row, k_col])
+        else:
+            b_k = load_rows(p_key, page, offset, key_stride_p, key_stride_s, D, BLOCK_D)
+        p, m_i, l_i, alpha = _weights(
+            m_i, l_i, b_q, b_k, b_slope, o_pos, o_n, high, qk_scale, cap, window,
+            HAS_WINDOW, HAS_CAP, HAS_SLOPES, True,
+        )  # fmt: skip
+        if BOXES:
             b_v = value_box.load([(page * value_page_rows + offset).to(tl.int32) + v_row, v_col])
             b_v = tl.where((o_n < high)[:, None], b_v, 0.0)  # a weight of 0 does not undo NaN in an unowned slot
         else:
-            at = tl.minimum(tl.maximum(o_n, low), high - 1)
-            page, offset = locate(p_row, at, LOG_ENTRY, LOG_PAGE)
-            b_k = load_rows(p_key, page, offset, key_stride_p, key_stride_s, D, BLOCK_D)
             b_v = load_rows(p_value, page, offset, value_stride_p, value_stride_s, DV, BLOCK_DV)
-        acc, m_i, l_i = _attend_block(
-            acc, m_i, l_i, b_q, b_k, b_v, b_slope, o_pos, o_n, high, qk_scale, cap, window,
-            HAS_WINDOW, HAS_CAP, HAS_SLOPES, True,
-        )  # fmt: skip
+        acc = tl.dot(p.to(b_q.dtype), b_v.to(b_q.dtype), acc * alpha[:, None], input_precision="ieee")
 
     out, lse = finish(acc, m_i, l_i, v_scale)
     o_dv = tl.arange(0, BLOCK_DV)
