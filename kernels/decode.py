@@ -378,9 +378,9 @@ def paged_decode(
     tensors = (q, key_cache, value_cache, *tables, alibi_slopes, k_tensor, v_tensor, part, part_lse)
     launch(_decode_kernel, call.grid, (*tensors, *call.numbers), call.constants, key)
     if call.splits > 1:
-        tensors = (part, part_lse, table.seq_lens, out, lse)
+        states = (part, part_lse, table.seq_lens, out, lse)
         numbers = (*call.combine_numbers, out.stride(0), out.stride(1))
-        launch(_combine_kernel, call.combine_grid, (*tensors, *numbers), call.combine_constants, key)
+        launch(_combine_kernel, call.combine_grid, (*states, *numbers), call.combine_constants, key)
     return (out, lse) if lse is not None else out
 
 
