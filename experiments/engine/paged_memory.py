@@ -1,0 +1,160 @@
+"""What an executor with real KV holds: the pool, the page table, the host pages, and the copies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from kvarena.allocators.adapter import BlockTableAdapter, ReqToTokenAdapter
+from kvarena.allocators.interface import AllocatorError, Commit, KVAllocator, PageMove, Reservation, Sequence
+from kvarena.experiments.engine.backends import Backend, Step, load_backend
+from kvarena.experiments.engine.scheduler import SchedulerConfig, StepPlan
+from kvarena.experiments.engine.watched import WatchedAllocator
+from kvarena.kernels.pool import KVPool
+from torch import Tensor
+
+TableKind = Literal["block_table", "req_to_token"]
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """How KV is stored and read.
+
+    backend  triton, torch or sdpa (`backends.py`)
+    table    which page table the kernels are given
+    layout   of the pool (`kernels/pool.py`)
+    """
+
+    backend: str = "torch"
+    table: TableKind = "block_table"
+    layout: str = "split"
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.table not in ("block_table", "req_to_token"):
+            raise ValueError(f"table: expected block_table or req_to_token, found {self.table!r}")
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """KV of one rank: layers, its KV heads, numbers a head."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class PagedMemory:
+    """Pool and page table of one engine; `allocator` is what its scheduler has to use, so that rows keep up.
+
+    A plan's copies are carried out by `begin`, in order: pages to the host, runs that moved (`Reservation.moves`),
+    pages from the host. Runs of requests admitted in this very step move last, behind their return from the host.
+    """
+
+    def __init__(self, allocator: KVAllocator, shape: KVShape, limits: SchedulerConfig, options: MemoryOptions) -> None:
+        self.options = options
+        self.backend: Backend = load_backend(options.backend)
+        self.allocator = WatchedAllocator(allocator, self)
+        self.pool = KVPool(
+            shape.num_layers,
+            allocator.num_pages,
+            allocator.page_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+            dtype=options.dtype,
+            device=options.device,
+            layout=options.layout,
+        )
+        make = BlockTableAdapter if options.table == "block_table" else ReqToTokenAdapter
+        self.adapter = make(
+            allocator,
+            # A request that ended may keep its row until the result of the step in flight is processed.
+            max_requests=2 * limits.max_num_seqs,
+            max_tokens=_row_tokens(allocator, limits),
+            max_batch_tokens=limits.max_num_batched_tokens + 2 * limits.max_num_seqs,
+            device=options.device,
+            slots_by=self.backend.slots_by,
+        )
+        self.host = self._host_pages(limits.host_pages)
+        self.moved_pages = 0
+        self._moves: list[tuple[Sequence, tuple[PageMove, ...]]] = []
+
+    def _host_pages(self, count: int) -> Tensor:
+        """uint8 [count + 1, bytes a page]; pages from 1, as on the device."""
+        pinned = self.pool.device.type == "cuda"
+        return torch.empty((count + 1, self.pool.bytes_per_page), dtype=torch.uint8, pin_memory=pinned)
+
+    # What the allocator tells
+
+    def reserved(self, reservations: ListLike[Reservation]) -> None:
+        self.adapter.update_all(reservations)
+        self._moves += [(each.seq, each.moves) for each in reservations if each.moves]
+
+    def refused(self, seqs: ListLike[Sequence]) -> None:
+        for seq in seqs:
+            if seq in self.adapter:
+                self.adapter.refresh(seq)
+
+    def committed(self, commits: ListLike[Commit]) -> None:
+        self.adapter.update_all(commits)
+
+    def released(self, seqs: ListLike[Sequence]) -> None:
+        for seq in seqs:
+            if seq in self.adapter:
+                self.adapter.remove(seq)
+
+    # What a step does
+
+    def begin(self, plan: StepPlan) -> Step | None:
+        """Carry out a plan's copies and make its batch; None for an empty one."""
+        self._carry_out(plan)
+        if not plan.batch:
+            return None
+        for entry in plan.batch:
+            if entry.request.seq.num_computed_tokens != entry.num_before:
+                raise AllocatorError(
+                    f"request {entry.request.id}: {entry.num_before} tokens before this step, its sequence says "
+                    f"{entry.request.seq.num_computed_tokens}"
+                )
+        batch = self.adapter.batch([entry.request.seq for entry in plan.batch], [entry.num_new for entry in plan.batch])
+        return Step(self.backend, batch)
+
+    def _carry_out(self, plan: StepPlan) -> None:
+        admitted = {request.id for request in plan.admitted}
+        moves, self._moves = self._moves, []
+        late = [move for seq, each in moves if seq.request_id in admitted for move in each]
+        early = [move for seq, each in moves if seq.request_id not in admitted for move in each]
+        for direction, pages in plan.moves:
+            if direction == "in" and early:
+                self.copy(early)
+                early = []
+            self._to_host(pages) if direction == "out" else self._from_host(pages)
+        self.copy([*early, *late])
+
+    def copy(self, moves: Iterable[PageMove]) -> None:
+        """Copy device pages, all layers in one launch; what a fork or a copy-on-write asks for as well."""
+        pairs = [(move.src, move.dst) for move in moves if move.src != move.dst]
+        if pairs:
+            self.backend.copy_pages(self.pool.layers, *(list(ids) for ids in zip(*pairs, strict=True)))
+
+    def _to_host(self, moves: ListLike[PageMove]) -> None:
+        packed = self.backend.gather_pages(self.pool.layers, [move.src for move in moves])
+        self.host[[move.dst for move in moves]] = packed.to("cpu")
+        self.moved_pages += len(moves)
+
+    def _from_host(self, moves: ListLike[PageMove]) -> None:
+        if moves:
+            packed = self.host[[move.src for move in moves]].contiguous()
+            self.backend.scatter_pages(packed, self.pool.layers, [move.dst for move in moves])
+            self.moved_pages += len(moves)
+
+
+def _row_tokens(allocator: KVAllocator, limits: SchedulerConfig) -> int:
+    """Tokens a row holds: the longest request, with the page that a reservation may take ahead; or the whole pool
+    where an allocator reserves runs past the longest request."""
+    pool = allocator.num_pages * allocator.page_size
+    return pool if allocator.kind == "contiguous" else min(limits.max_model_len + 2 * allocator.page_size, pool)

@@ -1,0 +1,1 @@
+"""Real decoders of the transformers library on paged attention: loading, attention, generation, parallel heads."""
