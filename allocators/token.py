@@ -171,7 +171,10 @@ class TokenAllocator(KVAllocator):
         drops generated KV; what earlier checkpoints published stays cached).
         """
         group, freed, cached, duplicates = array("i"), array("i"), array("i"), array("i")
-        for row in [self._touched_row(seq) for seq in seqs]:
+        rows = [self._touched_row(seq) for seq in seqs]
+        if len(rows) > 1 and len(set(rows)) < len(rows):
+            raise ValueError("release: a request is named twice")
+        for row in rows:
             if reason is Release.FINISH and row.admitted:
                 given = self._finish(row, duplicates)
                 group += given

@@ -510,6 +510,8 @@ def test_misuse_raises_and_names_the_request() -> None:
         allocator.extend(seq, -1)
     with pytest.raises(ValueError, match="cannot commit 5 tokens, 4 slots"):
         allocator.commit([(seq, 5)])
+    with pytest.raises(ValueError, match="named twice"):
+        allocator.release([seq, seq], Release.FINISH)
     with pytest.raises(ValueError, match="num_tokens"):
         allocator.evict(-1)
     with pytest.raises(ValueError, match="num_pages"):

@@ -109,7 +109,7 @@ def test_lru_gets_the_queue_of_its_own() -> None:
 def test_entries_older_than_the_oldest_span_are_next() -> None:
     """A parent whose last child went, or a sequence thrown back, brings an old access time."""
     queue: RecencyQueue[Leaf] = RecencyQueue()
-    for number in (10, 11, 12):
+    for number in (12, 10, 11):
         queue.offer(Leaf(number, number * SPAN))
     first = queue.pop()
     assert first is not None
