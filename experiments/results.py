@@ -12,11 +12,13 @@ A folder is written under a temporary name and renamed when it is whole, so what
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import tomllib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 FRAMES = ("requests", "steps", "timings")
 KEYS = ["seed", "pool_bytes", "allocator"]
 MANIFEST = "result.json"
+FIGURES = "figures"
+_FILES = {"config.toml", MANIFEST, "provenance.json", "summary.csv", "report.html", *(f"{n}.parquet" for n in FRAMES)}
+_KINDS = (".pdf", ".svg", ".png")
 
 
 @dataclass
@@ -231,8 +236,9 @@ class finished_folder:
     """
 
     def __init__(self, out: Path) -> None:
-        self.out = out
-        self.partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+        # A link stays a link: the folder that it leads to is what gets replaced.
+        self.out = out.resolve()
+        self.partial = self.out.with_name(f".{self.out.name}.{os.getpid()}.partial")
 
     def __enter__(self) -> Path:
         refuse_foreign(self.out)
@@ -248,10 +254,22 @@ class finished_folder:
             shutil.rmtree(self.partial, ignore_errors=True)
             return
         old = self.out.with_name(f".{self.out.name}.{os.getpid()}.old")
-        if self.out.exists():
-            self.out.rename(old)
-        self.partial.rename(self.out)
+        while not self._moved(old):
+            pass
         shutil.rmtree(old, ignore_errors=True)
+
+    def _moved(self, old: Path) -> bool:
+        """Whether the new folder stands; False when another run put its own there in between."""
+        shutil.rmtree(old, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            self.out.rename(old)
+        try:
+            self.partial.rename(self.out)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            return False
+        return True
 
 
 def _remove_stale(out: Path) -> None:
@@ -285,8 +303,26 @@ def refuse_foreign(out: Path) -> None:
         return
     if not out.is_dir():
         raise ValueError(f"{out}: expected a folder, found a file")
-    if any(out.iterdir()) and not (out / MANIFEST).is_file():
-        raise ValueError(f"{out}: holds other files; give an empty folder, a new one, or an earlier result")
+    if Path.cwd().is_relative_to(out.resolve()):
+        raise ValueError(f"{out}: is where you stand and would be replaced; give another folder, or start elsewhere")
+    foreign = next((path for path in out.rglob("*") if not _is_ours(path.relative_to(out))), None)
+    if foreign is not None or (any(out.iterdir()) and not _has_manifest(out)):
+        named = "" if foreign is None else f" ({foreign.relative_to(out)})"
+        raise ValueError(f"{out}: holds other files{named}; give an empty folder, a new one, or an earlier result")
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a result folder has a file of that name (relative to the folder). What else is there is never deleted."""
+    if path.parent == Path(FIGURES) or path.stem == "timings":
+        return path.suffix in (*_KINDS, ".parquet")
+    return str(path) in _FILES or path == Path(FIGURES)
+
+
+def _has_manifest(folder: Path) -> bool:
+    try:
+        return "schema_version" in _read_json(folder / MANIFEST)
+    except ValueError:
+        return False
 
 
 def write_parquet(frame: pd.DataFrame, path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pandas as pd
 import pyarrow.parquet as pq
@@ -162,6 +163,65 @@ def test_a_folder_of_something_else_is_refused_before_anything_runs(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(ValueError, match="expected a folder, found a file"):
         small(out=tmp_path / "notes.txt")
+
+
+@pytest.mark.parametrize("mine", ["notes.txt", "figures/mine.txt", "sub/result.json", "timings.txt"])
+def test_a_file_of_the_user_in_an_earlier_result_is_never_deleted(saved, tmp_path, mine):
+    out = copied(saved, tmp_path)
+    (out / mine).parent.mkdir(exist_ok=True)
+    (out / mine).write_text("mine")
+    before = contents(out)
+    with pytest.raises(ValueError, match="holds other files"):
+        shared().save(out)
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("text", ['{"my": "data"}', "[1]", "not JSON"])
+def test_a_result_json_of_another_program_makes_no_earlier_result(tmp_path, text):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "result.json").write_text(text)
+    with pytest.raises(ValueError, match="holds other files"):
+        shared().save(tmp_path / "out")
+    assert contents(tmp_path / "out") == {"result.json": text.encode()}
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_link_to_a_folder_stays_a_link(saved, tmp_path):
+    copied(saved, tmp_path)
+    for name in ("out", "not there yet"):
+        (tmp_path / "link").symlink_to(name)
+        shared().save(tmp_path / "link")
+        assert (tmp_path / "link").is_symlink()
+        assert load_result(tmp_path / name).config == shared().config
+        (tmp_path / "link").unlink()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["not there yet", "out"]
+
+
+def test_the_current_folder_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "figures").mkdir()
+    for place in (tmp_path, tmp_path / "figures"):
+        monkeypatch.chdir(place)
+        with pytest.raises(ValueError, match="where you stand"):
+            small(out=tmp_path)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_runs_that_end_at_once_leave_one_whole_result(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with finished_folder(out) as first:
+        shared()._write_tables(first)
+        monkeypatch.setattr("os.getpid", lambda: 1)  # the other run's
+        rename, late = Path.rename, []
+
+        def between(path, target):
+            if path == first and not late:
+                late.append(shared().save(out))
+            return rename(path, target)
+
+        monkeypatch.setattr(Path, "rename", between)
+    assert load_result(out).config == shared().config
+    assert late
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("name", ["result.json", "config.toml", "summary.csv", "requests.parquet", "provenance.json"])
