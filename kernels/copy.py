@@ -32,7 +32,7 @@ from kvarena.kernels._launch import (
 from torch import Tensor
 
 Ids = Sequence[int] | Tensor
-BLOCK_BYTES = 16384  # of one program
+BLOCK_BYTES = 32768  # of one program: a page of 16 tokens x 8 heads x 128 in one piece
 STAGE_BYTES = 32 * 2**20  # of one piece on its way between pool and host; two are in flight
 
 

@@ -254,13 +254,14 @@ class DecodeConfig:
     num_splits: int
 
 
-def decode_config(batch: int, kv_blocks: int, capacity: int, row_bytes: int) -> DecodeConfig:
+def decode_config(batch: int, kv_blocks: int, capacity: int, row_bytes: int, itemsize: int = 2) -> DecodeConfig:
     """Tile sizes from shapes alone.
 
     batch      requests
     kv_blocks  KV heads x blocks of query heads
     capacity   tokens that a row of the table can name (or the window, if smaller)
     row_bytes  bytes of one K row in the pool
+    itemsize   bytes of one number in the pool
 
     From runs on one H200 (results/h200). A program takes 256 to 4,096 tokens, chosen so that all of them are just
     under two waves of what the multiprocessors hold at once, or many: one program with 128-token blocks (the most
@@ -281,7 +282,7 @@ def decode_config(batch: int, kv_blocks: int, capacity: int, row_bytes: int) -> 
     if work <= 2**17:
         block_n, num_warps, num_stages = 32, 2, 5
     elif work >= 2**21 or length >= 4096:
-        block_n, num_warps, num_stages = (128, 4, 4) if row_bytes > 128 else (64, 2, 6)
+        block_n, num_warps, num_stages = (128, 4, 4) if row_bytes > 128 else (64, 2, 4 if itemsize > 1 else 6)
         if 256 < row_bytes < 512:
             return DecodeConfig(32, 2, 4, chunk, num_splits)
     elif work >= 2**20 and length <= 1024:
@@ -431,7 +432,8 @@ def _prepare(
     head_blocks = ceil_div(group, block_h)
     capacity = table.entries.shape[1] * table.tokens_per_entry
     visible = capacity if window is None else min(capacity, window)
-    config = decode_config(batch, num_kv_heads * head_blocks, visible, head_dim * key_cache.element_size())
+    itemsize = key_cache.element_size()
+    config = decode_config(batch, num_kv_heads * head_blocks, visible, head_dim * itemsize, itemsize)
     if num_splits is not None and num_splits < 1:
         fail("num_splits", "None or at least 1", num_splits)
     splits = num_splits or config.num_splits
@@ -474,7 +476,7 @@ def _prepare(
             "HAS_WINDOW": window is not None,
             "HAS_CAP": softcap is not None,
             "SPLIT": splits > 1,
-            "TO_HALF": key_cache.element_size() == 1 and q.dtype == torch.bfloat16,
+            "TO_HALF": itemsize == 1 and q.dtype == torch.bfloat16,
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         },

@@ -11,6 +11,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
+from kvarena.kernels import extend_gluon
 from kvarena.kernels.extend_gluon import HEAD_DIM, L2_GROUP_BYTES, plan_extend
 from kvarena.kernels.page_table import PageTable
 from support.attention import DEVICE
@@ -55,3 +56,18 @@ def test_plan_lists_every_tile_once_in_order(name: str, num_heads: int, num_kv_h
     wanted = expected_tiles([*batch, (-padding, padding)], [*rows, 0], 128 * num_kv_heads // num_heads, num_kv_heads)
     assert plan.state[:3].tolist() == [len(wanted), 0, 0]
     assert plan.tiles[: len(wanted), :6].tolist() == wanted
+
+
+def test_equal_launch_keys_mean_equal_compile_time_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[object, dict[str, object]] = {}
+
+    def record(kernel: object, grid: object, args: object, constants: dict[str, object], key: object) -> None:
+        assert seen.setdefault(key, constants) == constants
+
+    monkeypatch.setattr(extend_gluon, "launch_once", record)
+    lens = torch.tensor([64, 64], dtype=torch.int32)
+    table = PageTable(torch.zeros(2, 4, dtype=torch.int32), torch.arange(2, dtype=torch.int32), lens, 16)
+    starts = torch.tensor([0, 64, 128], dtype=torch.int32)
+    for num_heads, num_kv_heads in ((32, 8), (32, 32), (32, 4), (8, 8), (64, 8)):
+        plan_extend(table, starts, 128, num_heads, num_kv_heads)
+    assert len(seen) == 5
