@@ -179,8 +179,11 @@ def make_allocator(spec: AllocatorSpec, *, num_pages: int, **overrides: Any) -> 
     """
     if isinstance(spec, KVAllocator):
         return spec
-    if num_pages < 1:
-        raise ValueError(f"num_pages: expected at least 1, found {num_pages}")
+    if isinstance(num_pages, bool) or not hasattr(num_pages, "__index__") or not 1 <= num_pages < 2**31:
+        raise ValueError(
+            f"num_pages: expected a whole number from 1 to 2^31 - 1, page ids being int32; found {num_pages!r}"
+        )
+    num_pages = int(num_pages)
     if isinstance(spec, type):
         build: Callable[..., KVAllocator] = spec
         return build(num_pages=num_pages, **overrides)

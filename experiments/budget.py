@@ -13,6 +13,7 @@ from kvarena.experiments.models import ModelShape
 
 ENTRY_BYTES = 4  # int32 page or slot ids
 SLOT_MAPPING_BYTES = 8  # int64
+MAX_SLOTS = 2**31
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _UNITS["tb"] = 10**12
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
@@ -49,7 +50,7 @@ class Tables:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from a size with a unit. Raises ValueError when the unit is missing or unknown, or the size is 0.
+    """Bytes from a size with a unit. Raises ValueError when the unit is missing or unknown, or for no size.
 
     >>> parse_bytes("16 GiB") == 16 * 2**30
     True
@@ -59,10 +60,10 @@ def parse_bytes(text: str) -> int:
         raise ValueError(
             f"pool: expected a size with a unit such as '16 GiB', a share such as '10 %' or 'sweep', found {text!r}"
         )
-    number = int(float(match.group(1)) * _UNITS[match.group(2).lower()])
-    if number < 1:
-        raise ValueError(f"pool: expected at least 1 byte, found {text!r}")
-    return number
+    number = float(match.group(1)) * _UNITS[match.group(2).lower()]
+    if not 1 <= number < 2**63:
+        raise ValueError(f"pool: expected from 1 byte to 2^63, found {text[:60]!r}")
+    return int(number)
 
 
 def parse_share(text: str) -> float | None:
@@ -115,7 +116,7 @@ def table_bytes(kind: str, page_size: int, tables: Tables) -> int:
 def fit_pool(
     pool_bytes: int, kind: str, page_size: int, shape: ModelShape, tables: Tables, *, tokens_per_id: int = 1
 ) -> Budget:
-    """The most pages that fit into `pool_bytes`. Raises ValueError when not even one does.
+    """The most pages that fit into `pool_bytes`. Raises ValueError when not even one does, and past 2^31 slots.
 
     tokens_per_id: tokens of KV behind one replayed token, when a trace's hash ids stand for tokens.
     """
@@ -126,6 +127,11 @@ def fit_pool(
         raise ValueError(
             f"pool: {pool_bytes} bytes hold no page of {kind}: a page of {page_size} tokens takes {page} bytes, the "
             f"padding page as much, the table {one.table_bytes} and slot_mapping {one.slot_mapping_bytes}"
+        )
+    if (num_pages + 1) * page_size > MAX_SLOTS:
+        raise ValueError(
+            f"pool: {pool_bytes} bytes hold {num_pages} pages of {kind}: expected at most 2^31 slots, padding page "
+            f"included, since slot ids are int32; found {(num_pages + 1) * page_size}"
         )
     exact = bytes_for_pages(num_pages, kind, page_size, shape, tables, tokens_per_id=tokens_per_id)
     return replace(exact, pool_bytes=pool_bytes, unused_bytes=pool_bytes - exact.pool_bytes)

@@ -78,7 +78,7 @@ def compare_config(what: str | None, sets: list[str], **flags: Any) -> Config:
     if flags["allocators"] is not None:
         flags["allocators"] = allocator_specs(flags["allocators"])
     if flags["pool"] is not None:
-        flags["pool"] = [int(size) if size.isdigit() else size for size in flags["pool"]]
+        flags["pool"] = [int(size) if size.isdecimal() and size.isascii() else size for size in flags["pool"]]
     chosen = config_from_keywords(flags, base)
     return config_from_mapping(apply_sets(chosen.model_dump(), sets)) if sets else chosen
 

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 
 SCHEMA_VERSION = 1
 
-PositiveInt = Annotated[StrictInt, Field(ge=1)]
-PoolSize = Annotated[StrictInt, Field(ge=1)] | StrictStr
+PositiveInt = Annotated[StrictInt, Field(ge=1, lt=2**63)]
+PoolSize = PositiveInt | StrictStr
 
 
 class _Section(BaseModel):

@@ -362,11 +362,18 @@ def _precedes(earlier: Request, request: Request) -> bool:
 
 
 def too_long_message(request_id: str, num_tokens: int, page_size: int, num_pages: int, allocator: str) -> str:
-    """For a request that an empty pool cannot hold: demand, supply and identity in one line."""
+    """For a request that an empty pool refuses: demand, supply and identity in one line."""
     pages = -(-num_tokens // page_size)
+    advice = "give a larger pool, or too_long = 'reject' to count and skip it"
+    if pages <= num_pages:
+        return (
+            f"request {request_id} has {num_tokens} tokens ({pages} pages of {page_size}), and {allocator} refuses it "
+            f"with all of its {num_pages} pages free: its rules ask for more than the prompt (a reserved run, say), or "
+            f"for a shorter one; change them, {advice}"
+        )
     return (
         f"request {request_id} needs {pages} pages ({num_tokens} tokens, page_size {page_size}), and the pool of "
-        f"{allocator} has {num_pages}; give a larger pool, or too_long = 'reject' to count and skip it"
+        f"{allocator} has {num_pages}; {advice}"
     )
 
 

@@ -72,6 +72,8 @@ class Row:
         if value is None:
             return None
         if isinstance(value, str):
+            if not _is_unicode(value):
+                self.fail(field, "text without lone surrogates", value)
             return value
         number = self._parse(value)
         if not isinstance(number, int):
@@ -137,6 +139,15 @@ def parse_number(text: str) -> int | float | None:
     if _INTEGER.fullmatch(text):
         return int(text)
     return float(text) if _NUMBER.fullmatch(text) and len(text) < 400 else None
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the text can be written: JSON can spell half a character."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_time(number: int | float) -> bool:

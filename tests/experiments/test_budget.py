@@ -54,6 +54,14 @@ def test_a_pool_too_small_for_a_page_names_every_line():
         fit_pool(2**20, "block", 16, SHAPES["llama-3-8b"], Tables(1, 10))
 
 
+def test_a_pool_of_more_slots_than_int32_names_is_refused():
+    tables = Tables(1, 10)
+    most = bytes_for_pages(2**31 // 16 - 1, "block", 16, TINY, tables).pool_bytes
+    assert fit_pool(most, "block", 16, TINY, tables).num_pages == 2**27 - 1
+    with pytest.raises(ValueError, match=r"pool: .*at most 2\^31 slots.* found 2147483664"):
+        fit_pool(most + TINY.bytes_per_page(16), "block", 16, TINY, tables)
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
     [("1 B", 1), ("1.5 KiB", 1536), ("16GiB", 16 * 2**30), ("2 tb", 2 * 10**12), (" 3 MB ", 3 * 10**6)],
@@ -62,7 +70,9 @@ def test_sizes_read(text, number):
     assert parse_bytes(text) == number
 
 
-@pytest.mark.parametrize("text", ["16", "GiB", "16 GiBs", "-1 GiB", "0 B", "1e3 MiB", "nan GiB", ""])
+@pytest.mark.parametrize(
+    "text", ["16", "GiB", "16 GiBs", "-1 GiB", "0 B", "1e3 MiB", "nan GiB", "", "9" * 400 + " B", "9e9 TiB"]
+)
 def test_bad_sizes_are_refused(text):
     with pytest.raises(ValueError, match="pool: expected"):
         parse_bytes(text)

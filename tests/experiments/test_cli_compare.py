@@ -97,6 +97,7 @@ def bad_inputs(folder):
         "fraction.jsonl": good.replace("600", "600.5"),
         "twice.jsonl": '{"request_id": "a", "token_ids": [1]}\n{"request_id": "a", "token_ids": [2]}\n',
         "nothing.jsonl": "",
+        "half.jsonl": '{"request_id": "a\\ud800", "token_ids": [1]}\n',
     }
     for name, text in files.items():
         (folder / name).write_text(text)
@@ -115,6 +116,10 @@ def bad_inputs(folder):
         "no request": (["nothing.jsonl"], r"nothing\.jsonl.*expected at least one"),
         "too long for the pool": (["chat", "--pool", "8 MiB"], r"request .* needs \d+ pages .* has \d+"),
         "pool without unit": (["chat", "--pool", "8 apples"], r"pool\.pool: .*'16 GiB'"),
+        "pool past 2^63 bytes": (["chat", "--pool", "9" * 400 + " GiB"], r"pool: expected from 1 byte to 2\^63"),
+        "pool past 2^31 slots": (["chat", "--pool", "999999 TiB"], r"pool: .*at most 2\^31 slots"),
+        "pages in another script": (["chat", "--pool", "²"], r"pool\.pool: .*found \['²'\]"),
+        "half a character": (["half.jsonl"], r"half\.jsonl:1: field 'request_id': expected text.*surrogates"),
         "pages of two sizes": (["chat", "--pool", "1000"], r"pool\.pool: .*give bytes"),
         "unknown allocator": (["chat", "--allocators", "vllm,lmcache"], r"allocators: .*'lmcache' is unknown"),
         "unknown field": (["chat", "--allocators", "block:pages=3"], r"allocators: pages: unknown key"),
@@ -130,6 +135,7 @@ def bad_inputs(folder):
 KINDS = [
     "unknown key", "wrong type", "broken toml", "no such trace", "unknown format", "truncated gz", "empty prompt",
     "negative count", "fractional count", "one id twice", "no request", "too long for the pool", "pool without unit",
+    "pool past 2^63 bytes", "pool past 2^31 slots", "pages in another script", "half a character",
     "pages of two sizes", "unknown allocator", "unknown field", "unknown model", "bad set", "set without value",
     "trace twice", "unknown option of a workload", "zero seeds",
 ]  # fmt: skip

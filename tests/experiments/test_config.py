@@ -42,6 +42,7 @@ FAULTS = [
     ({"pool": {"model": "gpt-9"}}, "pool.model", "llama-3-8b"),
     ({"pool": {"model": {"num_layers": 2}}}, "pool.model", ""),
     ({"engine": {"live": 0}}, "engine.live", "0"),
+    ({"workload": {"requests": 10**20}}, "workload.requests", "less than"),
     ({"engine": {"live": "8"}}, "engine.live", "'8'"),
     ({"engine": {"outputs": "some"}}, "engine.outputs", "'none' or 'replay'"),
     ({"engine": {"too_long": "skip"}}, "engine.too_long", "'error' or 'reject'"),

@@ -73,6 +73,12 @@ def test_results_show_themselves_on_a_terminal():
     assert max(map(len, text.splitlines())) <= 100
 
 
+@pytest.mark.parametrize("pages", [0, -1, 2**31, 1.5, "12", None, True])
+def test_a_page_count_that_is_none_is_refused(pages):
+    with pytest.raises(ValueError, match=r"num_pages: expected a whole number from 1 to 2\^31 - 1"):
+        kv.make_allocator("vllm", num_pages=pages)
+
+
 def test_an_allocator_shows_its_pages():
     from rich.console import Console
 

@@ -143,6 +143,12 @@ def test_a_request_longer_than_the_pool_is_one_clear_error():
         replay([request("big", range(17))], num_pages=4)
 
 
+def test_a_request_that_a_design_s_rules_refuse_is_not_said_to_be_too_long():
+    pool = make_allocator({"kind": "contiguous", "sizing": "declared"}, num_pages=100)
+    with pytest.raises(ValueError, match=r"request a has 10 tokens .* contiguous refuses it with all of its 100 pages"):
+        Replay(pool, EngineConfig(declared_max_tokens=4096)).run([A])
+
+
 def test_a_request_longer_than_the_pool_is_counted_where_the_config_says_so():
     lane, _ = replay([request("big", range(17)), A], num_pages=4, too_long="reject", live=2)
     assert [row.admitted for row in lane.requests] == [False, True]
