@@ -89,8 +89,27 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
 
 
+def spread(runs: list[list[Row]]) -> str:
+    """Every measurement over several runs: the value of each, and their range as a share of the middle one."""
+    lines = [("study", "", "design", "page", "size", *(f"run {number}" for number in range(1, len(runs) + 1)), "range")]
+    tables = [{_name(row): row["value"] for row in run if row["study"] != "header"} for run in runs]
+    for name in tables[0]:
+        values = [table[name] for table in tables if name in table]
+        if len(values) == len(runs):
+            middle = sorted(values)[len(values) // 2]
+            share = f"{(max(values) - min(values)) / middle:.0%}" if middle else ""
+            lines.append((*name, *map(_number, values), share))
+    widths = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines) + "\n"
+
+
+def _name(row: Row) -> tuple[str, ...]:
+    size = f"{row['size']:,}" if "size" in row else ""
+    return row["study"], row["name"], row["design"], str(row["page_size"]), size
+
+
 def growth_figure(rows: Iterable[Row]) -> Figure:
-    """Cost against size, one panel for each operation; the band is the middle of the samples' range."""
+    """Median cost against size, one panel for each operation."""
     from kvarena.experiments.style import KIND_COLOURS, MARKERS
     from matplotlib.figure import Figure
 
@@ -117,6 +136,7 @@ def growth_figure(rows: Iterable[Row]) -> Figure:
 
 def _label(ax: Axes, name: str, *, nodes: bool) -> None:
     ax.set_xscale("log")
+    ax.margins(y=0.15)
     ax.set_ylim(bottom=0)
     ax.set_title(name)
     ax.set_xlabel("leaves in the tree" if nodes else "pages in the pool")

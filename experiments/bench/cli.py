@@ -92,3 +92,21 @@ def kernels(
         print(f"{len(written)} files in {figures}", file=sys.stderr)
     if failed:
         raise typer.Exit(1)
+
+
+@bench_app.command("spread", epilog="Example: kvarena bench spread out/run1 out/run2 out/run3")
+def spread_of_runs(
+    folders: Annotated[list[Path], typer.Argument(help="Folders that `bench allocators --out` wrote.", exists=True)],
+) -> None:
+    """Show how far the values of several runs of `bench allocators` lie apart."""
+    import json
+
+    from kvarena.experiments.bench import alloc_tables
+
+    runs = []
+    for folder in folders:
+        path = folder / "allocators.jsonl"
+        if not path.is_file():
+            raise ValueError(f"{path}: not found; expected a folder that `kvarena bench allocators --out` wrote")
+        runs.append([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+    print(alloc_tables.spread(runs), end="")

@@ -161,3 +161,18 @@ def test_the_command_writes_rows_table_and_figure(tmp_path: Path) -> None:
     assert names == {"allocators.jsonl", "allocators.txt", "growth.pdf", "growth.svg", "growth.png"}
     lines = (tmp_path / "bench" / "allocators.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["study"] == "header"
+
+
+def test_the_spread_of_runs_is_shown_beside_their_values(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for factor, folder in zip((1, 2), folders, strict=True):
+        folder.mkdir()
+        scaled = [rows[0], *(row | {"value": row["value"] * factor} for row in rows[1:])]
+        (folder / "allocators.jsonl").write_text("".join(json.dumps(row) + "\n" for row in scaled))
+    result = CliRunner().invoke(app, ["bench", "spread", *map(str, folders)])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert len(lines) == len(rows)
+    assert all(line.endswith(("50%", "0")) for line in lines[1:])  # a count of zero has no range
+    missing = CliRunner().invoke(app, ["bench", "spread", str(tmp_path)])
+    assert isinstance(missing.exception, ValueError)
