@@ -28,8 +28,14 @@ app.add_typer(bench_app)
 def run() -> None:
     """Entry point. One clear line and exit code 2 for a bad argument or file, 1 for a failing disk; 130 for Ctrl-C,
     141 for a closed pipe."""
+    _ready_streams()
     try:
         app()
+    except SystemExit as done:
+        # Typer ends with 1 on a closed pipe, as if the command had failed.
+        if isinstance(done.__context__, BrokenPipeError):
+            raise SystemExit(141) from None
+        raise
     except ValueError as error:
         print(f"kvarena: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -43,6 +49,16 @@ def run() -> None:
     except KeyboardInterrupt:
         print("kvarena: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def _ready_streams() -> None:
+    """A stream that is closed, or that cannot spell a character, never ends a run."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 @app.callback()

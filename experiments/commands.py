@@ -58,10 +58,10 @@ def compare(
         what, set_ or [], trace=trace, allocators=allocators, pool=pool, model=model, seeds=seeds, requests=requests
     )
     result = run(chosen, progress=not quiet, out=out)
-    _print(result)
-    if out is not None:
+    if out is not None:  # before anything is printed: a reader that goes away must not cost the result
         result.save(out)
         print(f"result in {out}", file=sys.stderr)
+    _print(result)
 
 
 def compare_config(what: str | None, sets: list[str], **flags: Any) -> Config:

@@ -39,11 +39,11 @@ def run(
     chosen = run_config({}, set_ or []) if config is None else load_run_config(config, set_ or [])
     with _Progress(not quiet) as tick:
         result = run_engine(chosen, out=out, tick=tick)
-    console = Console()
-    Console(width=None if console.is_terminal else 140).print(result)
-    if out is not None:
+    if out is not None:  # before anything is printed: a reader that goes away must not cost the result
         result.save(out)
         print(f"result in {out}", file=sys.stderr)
+    console = Console()
+    Console(width=None if console.is_terminal else 140).print(result)
 
 
 class _Progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -123,6 +124,8 @@ def _write(trace: Any, to: str, block_size: int | None, out: Path | None) -> Non
     for loss in losses(trace, to):
         print(f"{trace.name}: {loss}", file=sys.stderr)
     if out is None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")  # JSON is UTF-8, whatever the terminal speaks
         for line in lines:
             print(line)
         return

@@ -208,11 +208,42 @@ def test_config_init_show_and_diff(tmp_path):
     assert kvarena("config", "diff", path, path).returncode == 0
 
 
-def test_a_reader_that_goes_away_is_no_traceback(chat):
-    done = subprocess.run(
-        f"'{sys.executable}' -m kvarena config show | true", shell=True, capture_output=True, text=True, check=False
-    )
+QUICK = ("compare", "chat", "--requests", "8", "--pool", "2GiB", "--set", "kernel_batches=0")
+
+
+def test_a_reader_that_goes_away_is_no_traceback_and_costs_no_result(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "kvarena", *QUICK, "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
     assert "Traceback" not in done.stderr
+    assert done.returncode == 141
+    assert len(load_result(tmp_path / "out").requests) == 16
+
+
+@pytest.mark.parametrize("stream", [1, 2])
+def test_a_closed_stream_ends_no_run(stream):
+    done = subprocess.run(
+        f"'{sys.executable}' -m kvarena {' '.join(QUICK)} {stream}>&-",
+        shell=True, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert ("Token hit rate" in done.stdout) == (stream == 2)
+
+
+def test_a_terminal_that_cannot_spell_a_character_ends_no_run(tmp_path):
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"request_id": "日本", "token_ids": [1]}\n', encoding="utf-8")
+    ascii_only = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = kvarena("compare", trace, "--pool", "2 GiB", **ascii_only)
+    assert done.returncode == 0, done.stderr
+    assert "token ? block" in done.stdout
+    converted = subprocess.run(
+        [sys.executable, "-m", "kvarena", "trace", "convert", str(trace), "--to", "tokens"],
+        env={**os.environ, **ascii_only}, capture_output=True, check=True,
+    ).stdout  # fmt: skip
+    assert json.loads(converted.decode("utf-8"))["request_id"] == "日本"
 
 
 def test_interrupt_leaves_nothing_and_exits_130(tmp_path):
