@@ -272,19 +272,22 @@ def decode_config(batch: int, kv_blocks: int, capacity: int, row_bytes: int, ite
     """
     programs = batch * kv_blocks
     work = programs * capacity
+    odd_rows = 256 < row_bytes < 512  # head_dim 192: three quarters of what a block of 256 numbers holds
     chunk = min(4096, max(256, next_power_of_two(work // 512)))
     if work >= 2**20:
         chunk = 4096 if work < 2**21 else min(4096, max(1024, next_power_of_two(work // 2048)))
-    if work >= 2**24:
-        chunk = 2048
+    if work >= 2**24 or odd_rows:
+        chunk = min(chunk, 2048)
     num_splits = max(1, min(ceil_div(capacity, chunk), MAX_PROGRAMS // max(programs, 1)))
     length = min(chunk, capacity)
     if work <= 2**17:
         block_n, num_warps, num_stages = 32, 2, 5
-    elif work >= 2**21 or length >= 4096:
+    elif odd_rows and work >= 2**20:
+        return DecodeConfig(32, 2, 4, chunk, num_splits)
+    elif work >= 2**21:
         block_n, num_warps, num_stages = (128, 4, 4) if row_bytes > 128 else (64, 2, 4 if itemsize > 1 else 6)
-        if 256 < row_bytes < 512:
-            return DecodeConfig(32, 2, 4, chunk, num_splits)
+    elif length >= 4096:
+        block_n, num_warps, num_stages = (128, 4, 4) if row_bytes > 128 else (128, 4, 6)
     elif work >= 2**20 and length <= 1024:
         block_n, num_warps, num_stages = 32, 2, 4
     else:

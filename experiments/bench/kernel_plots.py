@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvarena.experiments.bench.tables import Row, read_ceiling, rows_of
+from kvarena.experiments.bench.tables import Row, all_peers, read_ceiling, rows_of
 from kvarena.experiments.style import STYLE, add_footer, save_figure
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def ceiling_share(result: Result, ax: Axes | None = None, page: int = 16) -> Axe
     """Share of the read ceiling at each decode point: ours and the peers, at one page size."""
     ax = _axes(ax)
     read = read_ceiling(result)
-    rows = rows_of(result, op="decode", study="grid", page=page)
+    rows = rows_of(result, op="decode", study=all_peers(result), page=page)
     points = list(dict.fromkeys(r["point"] for r in rows))
     kernels = [k for k in COLOURS if any(r["kernel"] == k for r in rows)]
     values = {k: {r["point"]: 100 * r["gbps"] / read for r in rows if r["kernel"] == k} for k in kernels}
@@ -197,8 +197,9 @@ def _page_size(result: Result, point: str) -> float:
 
 
 def _library(result: Result, point: str) -> float:
-    contiguous = _time(result, point=point, study="grid", kernel="sdpa-contiguous")
-    return _percent(_ours(result, point, study="grid", page=16), contiguous)
+    study = all_peers(result)
+    contiguous = _time(result, point=point, study=study, kernel="sdpa-contiguous")
+    return _percent(_ours(result, point, study=study, page=16), contiguous)
 
 
 def _axes(ax: Axes | None) -> Axes:

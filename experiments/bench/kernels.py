@@ -16,7 +16,8 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,23 @@ def run_part(part: str, peers: dict[str, Peer], budget_s: float) -> list[dict[st
             for row in [{**cell.labels, "error": "no time left"}] if late else run_cell(cell):
                 rows.append(row)
                 print_row(row)
-        if part == "rest":
-            for source in (swap_rows, host_rows):
-                for row in source():
-                    rows.append(row)
-                    print_row(row)
+        for source in (swap_rows, host_rows) if part == "rest" else ():
+            for row in _rows_or_error(source):
+                rows.append(row)
+                print_row(row)
         clocks.finish(rows)
     for row in rows:
         row.pop("t", None)
     return rows
+
+
+def _rows_or_error(source: Callable[[], Iterator[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Rows of one source; what stops it is its last row, so that the other rows are kept."""
+    try:
+        yield from source()
+    except Exception as error:
+        traceback.print_exc()
+        yield {"op": source.__name__, "error": f"{type(error).__name__}: {error}"[:300]}
 
 
 def in_parallel(part: str) -> list[dict[str, Any]]:
