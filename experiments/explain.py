@@ -140,9 +140,9 @@ def _choose(cells: list[Cell], allocator: str | None, pool: int | None, seed: in
 
 def _explain_cell(cell: Cell, engine: EngineConfig, tick: Callable[[], None] | None) -> Explanation:
     found = explain_replay(cell.workload.requests, cell.entry, cell.budget.num_pages, engine, tick=tick)
-    keys = {"seed": cell.workload.seed, "pool_bytes": cell.pool_bytes, "allocator": cell.entry.name}
-    for place, (name, value) in enumerate(keys.items()):
-        found.table.insert(place, name, value)
+    found.table.insert(0, "seed", cell.workload.seed)
+    found.table.insert(1, "pool_bytes", cell.pool_bytes)
+    found.table.insert(2, "allocator", cell.entry.name)
     return found
 
 

@@ -1,0 +1,113 @@
+"""The commands of a study: explain, sweep. Each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from kvarena.experiments.explain import Explanation
+
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any config field; repeatable.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")]
+
+EXPLAIN_EXAMPLES = """Examples:\n
+kvarena explain out/chat\n
+kvarena explain out/chat --allocator vllm --request s0.t1\n
+kvarena explain --trace chat --allocator vllm --allocator block:page_size=64 --pool '450 MiB' --out reasons.csv"""
+SWEEP_EXAMPLES = """Examples:\n
+kvarena sweep my-sweep.toml --out out/sweep\n
+kvarena sweep my-sweep.toml --out out/sweep --jobs 2 --set requests=1000\n
+kvarena sweep my-sweep.toml --out out/sweep --ray local"""
+
+
+def add_study_commands(app: typer.Typer) -> None:
+    """Mount the commands of this module."""
+    app.command(epilog=EXPLAIN_EXAMPLES)(explain)
+    app.command(epilog=SWEEP_EXAMPLES)(sweep)
+
+
+def explain(
+    result: Annotated[Path | None, typer.Argument(metavar="[RESULT]", help="Folder of a finished comparison.")] = None,
+    request: Annotated[str | None, typer.Option(help="Tell one request's prompt, token by token.")] = None,
+    allocator: Annotated[
+        list[str] | None, typer.Option(help="Which ones; without RESULT, also block:page_size=64. Repeatable.")
+    ] = None,
+    pool: Annotated[str | None, typer.Option(help="Pool size; default: the result's reference pool.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Which seed; default: the first.", min=0)] = None,
+    trace: Annotated[str | None, typer.Option(help="Without RESULT: path or name of a trace.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the table over all requests: .csv or .parquet.")] = None,
+    set_: Sets = None,
+    quiet: Quiet = False,
+) -> None:
+    """Say why each prompt token was not served from the cache: one reason each, adding up to the misses."""
+    from kvarena.experiments.study import explain_folder, explain_trace
+
+    if out is not None and out.suffix not in (".csv", ".parquet"):
+        raise ValueError(f"--out: expected a file .csv or .parquet, found {out}")
+    tick = None if quiet else _ticker()
+    if result is not None:
+        if trace is not None or set_:
+            raise ValueError("explain: RESULT says what was run; --trace and --set are for explaining without one")
+        found = explain_folder(result, allocator, pool, seed, tick)
+    else:
+        found = explain_trace(trace, allocator, pool, seed, set_ or [], tick)
+    if tick is not None:
+        print(file=sys.stderr)
+    _write_table(found, out)
+    _print_explanations(found, request)
+
+
+def _ticker() -> Any:
+    count = 0
+
+    def tick() -> None:
+        nonlocal count
+        count += 1
+        if count % 500 == 0 or count == 1:
+            print(f"\rreplayed {count:,} requests", end="", file=sys.stderr, flush=True)
+
+    return tick
+
+
+def _write_table(found: list[Explanation], out: Path | None) -> None:
+    if out is None:
+        return
+    from kvarena.experiments.study import write_table
+
+    write_table(found, out)
+    print(f"table in {out}", file=sys.stderr)
+
+
+def _print_explanations(found: list[Explanation], request: str | None) -> None:
+    from kvarena.experiments.study import explanation_table
+
+    if request is not None:
+        print("\n\n".join("\n".join(one.tell(request)) for one in found))
+        return
+    from rich.console import Console
+
+    console = Console()
+    Console(width=None if console.is_terminal else 140).print(explanation_table(found))
+
+
+def sweep(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="A config with [sweep] or [[sweep]] tables.")],
+    out: Annotated[Path, typer.Option(help="Folder of the sweep; an earlier one there is carried on.")],
+    jobs: Annotated[int | None, typer.Option(help="Processes at once; default: one a core.", min=1)] = None,
+    ray: Annotated[str | None, typer.Option(help="'local', or the address of a Ray cluster.")] = None,
+    set_: Sets = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run a grid or list of configs, in parallel and resumable. Exit code 1 when a cell failed."""
+    from kvarena.experiments.sweep import sweep as run_sweep
+
+    found = run_sweep(config, out, sets=set_ or [], jobs=jobs, ray=ray, progress=not quiet)
+    finished = sum(cell["state"] == "finished" for cell in found.cells)
+    print(f"{finished} of {len(found.cells)} cells finished: {out / 'sweep.csv'}")
+    for key, failure in sorted(found.failures.items()):
+        print(f"failed: {failure['point']}: {failure['error']} ({out / 'failed' / key}.json)", file=sys.stderr)
+    raise typer.Exit(1 if found.failures else 0)

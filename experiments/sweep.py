@@ -1,0 +1,247 @@
+"""Sweeps: many cells, any of which may fail, any moment of which may be the last.
+
+    OUT/sweep.json        the cells in order: key, point, state (finished, failed, pending), and the code's hash
+    OUT/sweep.csv         a row a seed, pool and allocator of every finished cell, its point in the first columns
+    OUT/cells/KEY/        a finished cell: the tables of a result, without figures (`load_result` reads it)
+    OUT/failed/KEY.json   a failed cell: its point, error and traceback
+
+A cell is written under another name and renamed when it is whole, by the one process that holds OUT's lock. What was
+killed with SIGKILL and started again ends with the bytes of an undisturbed run (measured times and provenance apart).
+Finished cells are never run again; failed ones are tried again by the next call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from kvarena.experiments.config import SCHEMA_VERSION
+from kvarena.experiments.results import MANIFEST, Result, finished_folder, load_result
+from kvarena.experiments.sweep_plan import SweepCell, code_digest, load_sweep, sweep_cells
+from kvarena.experiments.sweep_workers import LocalWorkers, Outcome, RayWorkers, Workers
+
+INDEX = "sweep.json"
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """A sweep as it stands.
+
+    path      its folder
+    cells     key, point and state of each, in order
+    table     summary rows of the finished cells, the points in the first columns
+    failures  key -> point, error, traceback
+    """
+
+    path: Path
+    cells: list[dict[str, Any]]
+    table: pd.DataFrame
+    failures: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def result(self, key: str) -> Result:
+        """The whole result of a finished cell. Raises ValueError when it is not finished."""
+        return load_result(self.path / "cells" / key)
+
+
+def sweep(
+    config: Path | str | Mapping[str, Any],
+    out: Path | str,
+    *,
+    sets: Iterable[str] = (),
+    jobs: int | None = None,
+    ray: str | None = None,
+    progress: bool = False,
+) -> SweepResult:
+    """Carry out what is not finished of a sweep, and return how it stands then.
+
+    config  a TOML file, or the same as a mapping (`sweep_plan.py`)
+    sets    `key=value` pairs on top of its base
+    jobs    processes at once; default: one a core. With `ray="local"`: its cores
+    ray     "local" or the address of a Ray cluster, in place of processes
+
+    Raises ValueError for a config that is wrong anywhere, before anything runs, and for an `out` that holds other
+    things or that another sweep is writing to. A cell that fails is recorded and does not stop the others.
+    """
+    cells = sweep_cells(config, sets) if isinstance(config, Mapping) else load_sweep(Path(config), sets)
+    workers: Workers = LocalWorkers(jobs or _cores()) if ray is None else RayWorkers(ray, jobs)
+    folder = Path(out)
+    with _locked(folder):
+        _write_index(folder, cells)
+        try:
+            _carry_out(folder, cells, workers, progress)
+        finally:
+            _write_index(folder, cells)
+            _write_table(folder, cells)
+    return open_sweep(folder)
+
+
+def open_sweep(path: Path | str) -> SweepResult:
+    """Read a sweep's folder, finished or not. Raises ValueError when there is none."""
+    folder = Path(path)
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        keys = {cell["key"] for cell in index["cells"]}
+        failures = {key: json.loads(_failed(folder, key).read_text()) for key in keys if _failed(folder, key).is_file()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / INDEX}: cannot be read as a sweep ({error})") from None
+    if index.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(f"{folder / INDEX}: schema_version: expected {SCHEMA_VERSION}")
+    table = folder / "sweep.csv"
+    return SweepResult(folder, index["cells"], pd.read_csv(table) if table.is_file() else pd.DataFrame(), failures)
+
+
+def _carry_out(folder: Path, cells: list[SweepCell], workers: Workers, shown: bool) -> None:
+    waiting = [cell for cell in cells if not _finished(folder, cell.key)]
+    if not waiting:
+        return
+    with _Progress(len(cells), len(waiting), shown) as bar, contextlib.closing(workers.outcomes(waiting)) as outcomes:
+        for cell, outcome in outcomes:
+            _store(folder, cell, outcome)
+            bar.ended(cell, outcome)
+
+
+# --- the folder ---
+
+
+def _cell(folder: Path, key: str) -> Path:
+    return folder / "cells" / key
+
+
+def _failed(folder: Path, key: str) -> Path:
+    return folder / "failed" / f"{key}.json"
+
+
+def _finished(folder: Path, key: str) -> bool:
+    return (_cell(folder, key) / MANIFEST).is_file()
+
+
+def _store(folder: Path, cell: SweepCell, outcome: Outcome) -> None:
+    if outcome.failed:
+        record = {"point": cell.point, "error": outcome.error, "traceback": outcome.traceback}
+        write_whole(_failed(folder, cell.key), json.dumps(record, indent=1) + "\n")
+        return
+    with finished_folder(_cell(folder, cell.key)) as partial:
+        for name, content in outcome.files.items():
+            (partial / name).write_bytes(content)
+    _failed(folder, cell.key).unlink(missing_ok=True)
+
+
+def _state(folder: Path, key: str) -> str:
+    if _finished(folder, key):
+        return "finished"
+    return "failed" if _failed(folder, key).is_file() else "pending"
+
+
+def _write_index(folder: Path, cells: list[SweepCell]) -> None:
+    rows = [{"key": cell.key, "point": cell.point, "state": _state(folder, cell.key)} for cell in cells]
+    data = {"schema_version": SCHEMA_VERSION, "code": code_digest(), "cells": rows}
+    write_whole(folder / INDEX, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+def _write_table(folder: Path, cells: list[SweepCell]) -> None:
+    """Every finished cell's summary as it was written, text for text."""
+    frames = []
+    for cell in cells:
+        if _finished(folder, cell.key):
+            frame = pd.read_csv(_cell(folder, cell.key) / "summary.csv", dtype=str, keep_default_na=False)
+            point = {"cell": cell.key, **{f"sweep.{name}": str(value) for name, value in cell.point.items()}}
+            for place, (name, value) in enumerate(point.items()):
+                frame.insert(place, name, value)
+            frames.append(frame)
+    table = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({"cell": []})
+    write_whole(folder / "sweep.csv", table.to_csv(index=False, lineterminator="\n"))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file under another name and rename it, so that a half one never stands."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a sweep's folder: make it, refuse a foreign one or one in use, and clear what a killed sweep left half."""
+    if folder.is_file():
+        raise ValueError(f"{folder}: expected a folder, found a file")
+    if folder.is_dir() and not (folder / INDEX).is_file():
+        if foreign := [path.name for path in folder.iterdir() if not path.name.startswith(".")]:
+            raise ValueError(f"{folder}: holds other files ({foreign[0]}); give a new folder, or an earlier sweep")
+    try:
+        (folder / "cells").mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a")  # noqa: SIM115
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be written ({error.strerror})") from None
+    with lock:
+        _take(lock, folder)
+        for left in [*folder.rglob(".*.partial"), *folder.rglob(".*.old")]:
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        yield
+
+
+def _take(lock: Any, folder: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # not a Unix: nothing to hold on to
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ValueError(f"{folder}: another sweep is writing there") from None
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Progress:
+    """On stderr: a bar with the time left on a terminal, a line a cell in a log."""
+
+    def __init__(self, total: int, waiting: int, shown: bool) -> None:
+        self._total, self._waiting, self._shown = total, waiting, shown
+        self._done = 0
+        self._start = time.monotonic()
+        self._bar: Any = None
+
+    def __enter__(self) -> _Progress:
+        if not self._shown:
+            return self
+        if self._waiting < self._total:
+            print(f"{self._total - self._waiting} of {self._total} cells are finished already", file=sys.stderr)
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True)).__enter__()
+            self._task = self._bar.add_task("sweep", total=self._waiting)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(*error)
+
+    def ended(self, cell: SweepCell, outcome: Outcome) -> None:
+        self._done += 1
+        if self._bar is not None:
+            if outcome.failed:
+                self._bar.console.print(f"failed: {cell.name}: {outcome.error}", markup=False)
+            self._bar.advance(self._task)
+        elif self._shown:
+            left = (time.monotonic() - self._start) / self._done * (self._waiting - self._done)
+            text = f"cell {self._total - self._waiting + self._done} of {self._total}: {cell.name}"
+            text += f": FAILED, {outcome.error}" if outcome.failed else ""
+            print(f"{text}; about {left:.0f} s left", file=sys.stderr, flush=True)
