@@ -20,6 +20,7 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
+from kvarena.allocators import block_fork
 from kvarena.allocators.block_check import describe, problems
 from kvarena.allocators.block_hashed import HashedPages
 from kvarena.allocators.block_rows import PageStore, Plan, Row
@@ -31,9 +32,11 @@ from kvarena.allocators.interface import (
     Commit,
     EventKind,
     EventLog,
+    Fork,
     Gate,
     KVAllocator,
     Match,
+    PageCopy,
     PageIds,
     Pin,
     Release,
@@ -71,6 +74,7 @@ class BlockAllocator(KVAllocator):
         self._store = _make_store(num_pages, design, self._window, hash_fn)
         self._rows: dict[str, Row] = {}
         self._pins: dict[str, Row] = {}  # looked up, not yet reserved for
+        self._open: dict[str, int] = {}  # position of the page in which a live request was forked
         self._wasted = 0
 
     # pin
@@ -246,6 +250,8 @@ class BlockAllocator(KVAllocator):
         if seq.page_hashes is not None:
             full = min(full, len(seq.page_hashes))
         start = row.published
+        if self._open and (shared := block_fork.first_open(self, row)) is not None:
+            full = min(full, shared)
         if full <= start:
             return ()
         if self._window is None:
@@ -286,6 +292,8 @@ class BlockAllocator(KVAllocator):
             raise ValueError(
                 f"request {seq.request_id!r}: commits {n} tokens, has slots for {len(row.pages) * self.page_size}"
             )
+        if self._open:
+            block_fork.check_written(self, row, n)
         duplicates: PageIds = ()
         if n > seq.num_computed_tokens:
             seq.num_computed_tokens = n
@@ -326,6 +334,7 @@ class BlockAllocator(KVAllocator):
             raise ValueError(f"request {seq.request_id!r}: another sequence of this id is live")
         del live[seq.request_id]
         if live is self._rows:
+            self._open.pop(seq.request_id, None)
             self._wasted -= len(row.pages) * self.page_size - row.committed
         seq.num_computed_tokens = 0
         return row
@@ -340,6 +349,16 @@ class BlockAllocator(KVAllocator):
         if dropped and self.events.enabled:
             self.events.add(EventKind.EVICT, row.seq.request_id, dropped, "abort")
         return dropped
+
+    # fork
+
+    def fork(self, parent: Sequence, child: Sequence) -> Fork | None:
+        """The child holds the parent's pages too; a partial one is copied by whoever writes it first."""
+        return block_fork.fork(self, parent, child)
+
+    def prepare_write(self, seq: Sequence, start: int, end: int) -> list[PageCopy] | None:
+        """A page of its own in place of a shared partial page in [start, end). None: no room."""
+        return block_fork.prepare_write(self, seq, start, end)
 
     # the rest of the interface
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from kvarena.allocators.block_fork import open_problems
+
 if TYPE_CHECKING:
     from kvarena.allocators.block import BlockAllocator
 
@@ -15,7 +17,8 @@ SHOWN = 64  # entries of a list that a display shows
 def problems(allocator: BlockAllocator) -> list[str]:
     """Broken invariants as sentences, everything recomputed from rows, queue and texts; empty when sound."""
     rows, pins = list(allocator._rows.values()), list(allocator._pins.values())
-    return [*allocator._store.problems(rows, pins), *_row_problems(allocator)]
+    found = [*allocator._store.problems(rows, pins), *_row_problems(allocator)]
+    return found or list(open_problems(allocator))  # the last look up pages, which must be sound
 
 
 def _row_problems(allocator: BlockAllocator) -> Iterator[str]:

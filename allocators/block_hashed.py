@@ -23,7 +23,7 @@ class HashedRow(Row):
 
     __slots__ = ("chain",)
 
-    def __init__(self, seq: Sequence, chain: PageChain | None, pages: list[int], page_size: int) -> None:
+    def __init__(self, seq: Sequence, chain: PageChain | None, pages: Iterable[int], page_size: int) -> None:
         super().__init__(seq, array("i", pages), page_size, chain is not None)
         self.chain = chain
 
@@ -112,6 +112,20 @@ class HashedPages(PageStore[HashedRow]):
     def let_go(self, row: HashedRow) -> tuple[tuple[int, ...], tuple[int, ...]]:
         freed, cached = self._let_go(row.pages[::-1])
         return tuple(freed), tuple(cached)
+
+    def share(self, row: HashedRow, seq: Sequence, num_pages: int, num_published: int) -> HashedRow:
+        """Hashes the child's pages."""
+        child = HashedRow(seq, self._chain(seq) if row.publishes else None, row.pages[:num_pages], self.page_size)
+        child.adopted = child.published = num_published
+        for page in child.pages:
+            if page != PADDING_PAGE:
+                self.refs[page] += 1
+                self.shared += self.refs[page] == 2
+        return child
+
+    def replace(self, row: HashedRow, position: int, page: int) -> None:
+        self._let_go_shared(row.pages[position : position + 1])
+        row.pages[position] = page
 
     def num_holders(self, page: int) -> int:
         return self.refs[page]

@@ -122,9 +122,17 @@ class PageStore(ABC, Generic[RowT]):
     def let_go(self, row: RowT) -> tuple[PageIds, PageIds]:
         """Free a whole row, last page first: (pages now without content, pages still cached) that nobody holds."""
 
+    @abstractmethod
+    def share(self, row: RowT, seq: Sequence, num_pages: int, num_published: int) -> RowT:
+        """A row for `seq` that holds the first `num_pages` pages of `row` too; `num_published` of them serve hits."""
+
+    @abstractmethod
+    def replace(self, row: RowT, position: int, page: int) -> None:
+        """Put `page`, which the row has taken, in place of the shared, unpublished one at `position`."""
+
+    @abstractmethod
     def num_holders(self, page: int) -> int:
-        """Rows that hold a page."""
-        raise NotImplementedError(f"{type(self).__name__} counts no single pages")
+        """Rows that hold a page. The form by runs answers for pages that serve no hits only."""
 
     def let_go_part(self, row: RowT, low: int, high: int) -> PageIds:
         """Free the row entries [low, high), last first, and leave padding in their place."""

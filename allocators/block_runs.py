@@ -51,6 +51,7 @@ class PageRuns(PageStore[RunRow]):
         self.page_size = design.page_size
         self.tree = RunTree()
         self.stack = array("i", range(num_pages, 0, -1))
+        self._often: dict[int, int] = {}  # holders of pages that serve no hits, where forks made them more than one
         self._caches = design.prefix_cache
 
     @property
@@ -63,7 +64,7 @@ class PageRuns(PageStore[RunRow]):
 
     @property
     def shared(self) -> int:  # type: ignore[override]
-        return self.tree.shared
+        return self.tree.shared + len(self._often)
 
     @property
     def duplicates(self) -> int:  # type: ignore[override]
@@ -71,14 +72,9 @@ class PageRuns(PageStore[RunRow]):
 
     def lookup(self, seq: Sequence, limit: int) -> RunRow:
         """One dict look-up and one byte comparison a run."""
-        row = RunRow(seq, self.page_size, self._caches)
+        row = self._row(seq)
         if not self._caches:
             return row
-        given = seq.page_hashes is not None
-        row.width = TOKEN_BYTES if given else self.page_size * TOKEN_BYTES
-        row.root = given if seq.namespace is None else (given, encode(seq.namespace), seq.namespace)
-        if seq.extra_keys and not given:
-            row.extras = {page: tuple(extra) for page, *extra in page_extras(seq.extra_keys, self.page_size)}
         row.found = found = self._find(row, limit)
         row.adopted = row.published = found.num_pages
         row.committed = found.num_pages * self.page_size
@@ -86,6 +82,16 @@ class PageRuns(PageStore[RunRow]):
             row.pages += run.pages
         if found.surplus:
             del row.pages[found.num_pages :]
+        return row
+
+    def _row(self, seq: Sequence) -> RunRow:
+        row = RunRow(seq, self.page_size, self._caches)
+        if self._caches:
+            given = seq.page_hashes is not None
+            row.width = TOKEN_BYTES if given else self.page_size * TOKEN_BYTES
+            row.root = given if seq.namespace is None else (given, encode(seq.namespace), seq.namespace)
+            if seq.extra_keys and not given:
+                row.extras = {page: tuple(extra) for page, *extra in page_extras(seq.extra_keys, self.page_size)}
         return row
 
     def _find(self, row: RunRow, limit: int) -> Found:
@@ -158,6 +164,8 @@ class PageRuns(PageStore[RunRow]):
 
     def let_go(self, row: RunRow) -> tuple[array[int], array[int]]:
         freed, cached = row.pages[: row.published - 1 if row.published else None : -1], array("i")
+        if self._often:
+            freed = array("i", [page for page in freed if not self._let_go_shared(page)])
         for run, count in reversed(row.parts):
             self.tree.let_go(run, count, freed, cached)
         self.stack.extend(freed[::-1])
@@ -165,6 +173,47 @@ class PageRuns(PageStore[RunRow]):
             row.node.users -= 1
             self.tree.prune(row.node)
         return freed, cached
+
+    def share(self, row: RunRow, seq: Sequence, num_pages: int, num_published: int) -> RunRow:
+        """O(runs); cuts a run if the child holds a part of it."""
+        child = self._row(seq)
+        child.pages = row.pages[:num_pages]
+        child.adopted = child.published = num_published
+        if row.publishes:
+            child.parts, child.node = self._parts_before(row, num_published)
+            child.node.users += 1
+            for run, count in child.parts:
+                self.tree.share(run, count)
+        for page in child.pages[num_published:]:
+            self._often[page] = self._often.get(page, 1) + 1
+        return child
+
+    def _parts_before(self, row: RunRow, num_pages: int) -> tuple[list[tuple[Run, int]], Node]:
+        """The parts of the first `num_pages` pages of a row, and the node in which they end."""
+        parts, node, surplus = row.parts[:], _node_of(row), row.published - num_pages
+        while surplus > 0:
+            run, count = parts.pop()
+            node = self.tree.cut_off(run, surplus)
+            surplus, count = surplus - len(run.pages), count - len(run.pages)
+            if count and run.front is not None:
+                parts.append((run.front, count))
+        return parts, node
+
+    def replace(self, row: RunRow, position: int, page: int) -> None:
+        self._let_go_shared(row.pages[position])
+        row.pages[position] = page
+
+    def num_holders(self, page: int) -> int:
+        return self._often.get(page, 1)
+
+    def _let_go_shared(self, page: int) -> bool:
+        """One holder less for a page that serves no hits; False if it has no other one."""
+        count = self._often.get(page, 1) - 1
+        if count > 1:
+            self._often[page] = count
+        else:
+            self._often.pop(page, None)
+        return count > 0
 
     def evict(self, count: int) -> array[int]:
         victims = self.tree.evict(count)
@@ -181,11 +230,12 @@ class PageRuns(PageStore[RunRow]):
 
     def marks(self, rows: Iterable[RunRow]) -> Mapping[int, str]:
         runs = [*self.tree.idle(), *(run for row in rows for run in _runs_of(row))]
-        return {
+        marks = {
             page: ("" if run.node is None else "*") + (f"({run.refs})" if run.refs > 1 else "")
             for run in runs
             for page in run.pages
         }
+        return {**marks, **{page: f"({count})" for page, count in self._often.items()}}
 
     def problems(self, rows: list[RunRow], pins: list[RunRow]) -> list[str]:
         """Costs one walk over the tree and one comparison of each live row's text."""
@@ -198,6 +248,9 @@ class PageRuns(PageStore[RunRow]):
         found += state_problems(self.num_pages, self._page_refs(live), set(queued), holders(live))
         held = Counter(run for row in live for run in _runs_of(row))
         found += holder_problems(self.tree, held, Counter(id(row.node) for row in live))
+        often = Counter(page for row in live for page in row.pages[row.published :])
+        if self._often != (counted := {page: count for page, count in often.items() if count > 1}):
+            found.append(f"pages that several hold without serving hits are {self._often}, counted {counted}")
         for row in live:
             found += _row_problems(row)
         return found

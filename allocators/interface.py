@@ -297,6 +297,7 @@ class EventKind(enum.Enum):
     DUPLICATE = "duplicate"
     RELEASE = "release"
     COPY = "copy"
+    FORK = "fork"
     REFUSE = "refuse"
 
 
@@ -426,11 +427,17 @@ class KVAllocator(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """`copies` are partial pages to copy now, if the design copies eagerly."""
+    """`copies` are pages to copy now, before anything is written: what the child could not share.
+
+    `commit` is what the fork published of the parent, whose row it may have rewritten; `evicted` pages lost their
+    content to make room.
+    """
 
     parent: Sequence
     child: Sequence
     copies: tuple[PageCopy, ...] = ()
+    commit: Commit | None = None
+    evicted: PageIds = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,9 +450,30 @@ class SwapOut:
 
 @runtime_checkable
 class SupportsFork(Protocol):
-    def fork(self, parent: Sequence, child: Sequence) -> Fork | None: ...
+    """Sequences that go on from a common past: parallel samples, beams, forked agents.
 
-    def prepare_write(self, seq: Sequence, start: int, end: int) -> list[PageCopy] | None: ...
+    Copies are carried out at once and before the next write, those of one call simultaneously; those whose sequence
+    was released meanwhile are dropped.
+    """
+
+    def fork(self, parent: Sequence, child: Sequence) -> Fork | None:
+        """Make `child` live with the computed tokens of `parent`, which its own tokens must begin with.
+
+        Sets the child's `num_computed_tokens`, and `num_prefill_tokens` to the same once its prompt is computed.
+        None: no room, and nothing changed. ValueError: the parent is not live or computed nothing, or the child is
+        live already or has other tokens.
+        """
+        ...
+
+    def prepare_write(self, seq: Sequence, start: int, end: int) -> list[PageCopy] | None:
+        """See to it that the pages of positions [start, end) are the sequence's own or hold what it will write.
+
+        To be called for whatever a step writes, before or after its `reserve`; positions without a slot yet need
+        nothing. Returns the copies to carry out; None: no room, and nothing changed. An adapter hears of copies by
+        `update(Reservation(seq, rewritten=...))` or `refresh(seq)`. ValueError: `start` lies before
+        `num_computed_tokens`.
+        """
+        ...
 
 
 @runtime_checkable

@@ -21,6 +21,7 @@ from array import array
 from collections.abc import Iterable
 from typing import ClassVar
 
+from kvarena.allocators import token_fork
 from kvarena.allocators.config import Design
 from kvarena.allocators.free_slots import FreePages
 from kvarena.allocators.interface import (
@@ -28,9 +29,11 @@ from kvarena.allocators.interface import (
     Commit,
     EventKind,
     EventLog,
+    Fork,
     Gate,
     KVAllocator,
     Match,
+    PageCopy,
     PageIds,
     Pin,
     Release,
@@ -260,6 +263,16 @@ class TokenAllocator(KVAllocator):
         for seq in seqs:
             self._refuse(seq, "no room")
         return None
+
+    # --- fork ---
+
+    def fork(self, parent: Sequence, child: Sequence) -> Fork | None:
+        """Checkpoint the parent's computed whole pages; the child locks that node and gets a copy of the tail."""
+        return token_fork.fork(self, parent, child)
+
+    def prepare_write(self, seq: Sequence, start: int, end: int) -> list[PageCopy]:
+        """No copies: a page outside of the tree has one owner, and pages in it are full."""
+        return token_fork.prepare_write(self, seq, start, end)
 
     # --- admission ---
 

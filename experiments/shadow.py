@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvarena.allocators.interface import PADDING_PAGE, Capacity, KVAllocator, PageMove, Sequence
+from kvarena.allocators.interface import PADDING_PAGE, Capacity, KVAllocator, PageMove, Sequence, SupportsFork
 
 
 class Violation(Exception):
@@ -61,6 +61,7 @@ class ShadowPool:
         self.live = live
         self._slots: dict[int, int] = {}
         self.window = getattr(getattr(allocator, "design", None), "sliding_window", None)
+        self._forks = isinstance(allocator, SupportsFork)
 
     def slots_of(self, actor: Actor, n: int) -> list[int]:
         """Slots of the next n positions of a sequence."""
@@ -136,10 +137,19 @@ class ShadowPool:
         if len({name for name, _ in holders}) < len(holders):
             raise Violation(f"owners: page {page} is twice in the row of {holders[0][0]}")
         contents = {tuple(self.live[name].content[col * size : (col + 1) * size]) for name, col in holders}
-        if len(holders) > 1 and (len(contents) > 1 or len(next(iter(contents))) < size):
+        full = len(contents) == 1 and len(next(iter(contents))) == size
+        if len(holders) > 1 and not full and not (self._forks and self._same_beginning(holders)):
             raise Violation(
                 f"owners: page {page} belongs to {[name for name, _ in holders]}, whose tokens differ there"
             )
+
+    def _same_beginning(self, holders: list[tuple[str, int]]) -> bool:
+        """A partial page after a fork: all have computed the same tokens of it, and none further."""
+        size, written = self.allocator.page_size, set()
+        for name, column in holders:
+            actor = self.live[name]
+            written.add(tuple(actor.content[column * size : actor.seq.num_computed_tokens]))
+        return len(written) == 1 and 0 < len(next(iter(written))) < size
 
     def state(self) -> State:
         """What a refusal must leave as it is."""

@@ -174,6 +174,21 @@ class RunTree:
             run.refs += 1
         return runs, runs[-1].node
 
+    def share(self, run: Run, num_pages: int) -> None:
+        """One holder more for the `num_pages` pages that end with `run`, which are held."""
+        while True:
+            self.shared += len(run.pages) if run.refs == 1 else 0
+            run.refs += 1
+            num_pages -= len(run.pages)
+            if num_pages <= 0:
+                return
+            run = _front_of(run)
+
+    def cut_off(self, run: Run, num_pages: int) -> Node:
+        """Make `run` begin at its last `num_pages` pages at the latest; returns the node that its own stands below."""
+        node = _node_of(run)
+        return self._split(node, len(run.pages) - num_pages) if len(run.pages) > num_pages else _parent_of(node)
+
     def let_go(self, run: Run, num_pages: int, freed: array[int], cached: array[int]) -> None:
         """One holder less for the `num_pages` pages that end with `run`, deepest part first.
 
