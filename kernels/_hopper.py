@@ -306,7 +306,7 @@ def _box_rows(
             row = gl.load(entries + position // TPE) * ROWS_A_PAGE
             if PAGE > BOX:
                 row += position % PAGE
-        rows = rows + (row + head_rows,)  # noqa: RUF005 - starred tuples are no Triton
+        rows = rows + (row + head_rows,)  # type: ignore[assignment]  # noqa: RUF005 - starred tuples are no Triton
     return rows
 
 

@@ -328,7 +328,14 @@ def _prepare(
         "num_warps": 4,
     }
     numbers = (table.entries.stride(0), *(steps or (0, 0, 0, 0)))
-    return _Call(*descriptors, (min(num_sms(q.device), plan.tiles.shape[0]), 1, 1), numbers, constants)
+    return _Call(
+        descriptors[0],
+        descriptors[1],
+        descriptors[2],
+        (min(num_sms(q.device), plan.tiles.shape[0]), 1, 1),
+        numbers,
+        constants,
+    )
 
 
 def _on(descriptor: Any, tensor: Tensor) -> Any:

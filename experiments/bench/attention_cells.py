@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from kvarena.experiments.bench.gate import check_rows, oracle, sample_positions
@@ -73,7 +73,7 @@ def _gate(
     starts = make_starts(tuple(new)).tolist()
     for b in sorted({0, len(lens) // 2, len(lens) - 1}):
         index, positions = sample_positions(new[b], lens[b], 12, q.device)
-        k, v = (cache if scale == 1.0 else _Dequantised(cache, scale) for cache in caches)
+        k, v = (cache if scale == 1.0 else cast(Tensor, _Dequantised(cache, scale)) for cache in caches)
         wanted = oracle(q[starts[b] + index], k, v, table, b, positions)
         for name, out in outs.items():
             check_rows(f"{name}, request {b}", out[starts[b] + index], wanted)
@@ -116,7 +116,7 @@ def decode_competition(
     """Ours by each kind of table, and the peers by the block table, on the same bytes."""
     k, v = pool_views(page, layout, heads[1], dim, QUANTISED.get(dtype, torch.bfloat16))
     scale = {"bf16": 1.0, "e4m3": 0.5, "int8": 1 / 32}[dtype]
-    scales = {} if dtype == "bf16" else {"k_scale": scale, "v_scale": scale}
+    scales: dict[str, Any] = {} if dtype == "bf16" else {"k_scale": scale, "v_scale": scale}
     num_bytes = 2.0 * heads[1] * dim * sum(lens) * k.element_size()
     q = torch.randn(len(lens), heads[0], dim, device="cuda", dtype=torch.bfloat16)
     slots = k.shape[0] * page
@@ -125,11 +125,11 @@ def decode_competition(
     tables = {kind: _tables(lens, num_bytes, page, placement, kind, slots, not dry) for kind in kinds}
     names = [f"kvarena-{kind}" for kind in kinds] + [peer.name for peer in peers]
     outs = {name: torch.empty_like(q) for name in names}
-    calls: dict[str, list[Callable[[], object]]] = {}
+    calls: dict[str, Sequence[Callable[[], object]]] = {}
     for kind in kinds:
         out = outs[f"kvarena-{kind}"]
         calls[f"kvarena-{kind}"] = [
-            lambda t=table, o=out: paged_decode(q, k, v, t, out=o, **scales) for table in tables[kind]
+            functools.partial(paged_decode, q, k, v, table, out=out, **scales) for table in tables[kind]
         ]
     for peer in peers:
         shared = tables.get("block_table") or _tables(lens, num_bytes, page, placement, "block_table", slots, True)
@@ -160,18 +160,16 @@ def extend_competition(
     starts = make_starts(shape.new)
     slots = k.shape[0] * page
     outs: dict[str, Tensor] = {}
-    calls: dict[str, list[Callable[[], object]]] = {}
+    calls: dict[str, Sequence[Callable[[], object]]] = {}
+    options: dict[str, Any]
     for kind in kinds:
         table = make_table(shape.lens, page, placement, 5, kind=kind, pool_slots=min(slots, POOL_SLOTS))
         plan = extend_gluon.plan_extend(table, starts, q.shape[0], *heads)
         for backend in backends:
             name = f"kvarena-{backend}" if kind == "block_table" else f"kvarena-{backend}-{kind}"
             outs[name] = torch.empty_like(q)
-            calls[name] = [
-                lambda t=table, b=backend, o=outs[name], w=plan: paged_extend(
-                    q, k, v, t, starts, out=o, backend=b, plan=w
-                )
-            ]
+            options = {"out": outs[name], "backend": backend, "plan": plan}
+            calls[name] = [functools.partial(paged_extend, q, k, v, table, starts, **options)]
     table = make_table(shape.lens, page, placement, 5, pool_slots=min(slots, POOL_SLOTS))
     for peer in [] if dry else peers:
         outs[peer.name] = torch.empty_like(q)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -66,16 +67,16 @@ def ceiling_cells() -> Iterator[Cell]:
             x = torch.randn(copies * num_bytes // 4, device=device)
             out = torch.empty(num_bytes // 4 // 4096, device=device)
             views = [x[i * num_bytes // 4 :] for i in range(copies)]
-            calls = [lambda v=view: read_call(v, out, num_bytes) for view in views]
+            calls = [functools.partial(read_call, view, out, num_bytes) for view in views]
             return Competition({"kvarena-read": calls}, _nothing_to_check, {"bytes": num_bytes}, num_bytes / 4.5e6)
 
         yield Cell({"op": "ceiling", "what": "read", "bytes": num_bytes}, read)
     yield Cell({"op": "ceiling", "what": "copy", "bytes": 4 * GIB}, _copy)
     yield Cell({"op": "ceiling", "what": "matmul", "size": 8192}, _matmul)
     for run in (1, 16, 64, 0):
-        yield Cell({"op": "ceiling", "what": "gather", "run": run}, lambda run=run: _gather(run))
+        yield Cell({"op": "ceiling", "what": "gather", "run": run}, functools.partial(_gather, run))
     for mib in (1, 32, 2048):
-        yield Cell({"op": "ceiling", "what": "dependent_load", "mib": mib}, lambda mib=mib: _chase(mib))
+        yield Cell({"op": "ceiling", "what": "dependent_load", "mib": mib}, functools.partial(_chase, mib))
 
 
 def _copy() -> Competition:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvarena.experiments.bench.tables import Row, all_peers, read_ceiling, rows_of
 from kvarena.experiments.style import STYLE, add_footer, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Result = Mapping[str, Any]
 # Okabe and Ito: told apart with every common colour blindness. One colour a kernel, in every figure.
@@ -241,7 +242,7 @@ def save_figures(result: Result, folder: Path) -> list[Path]:
         import matplotlib.pyplot as plt
 
         for name, plot in FIGURES.items():
-            figure = plot(result).figure
+            figure = cast("Figure", plot(result).figure)
             add_footer(figure, footer(result))
             written += save_figure(figure, folder / name)
             plt.close(figure)

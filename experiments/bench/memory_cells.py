@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from array import array
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from kvarena.allocators.interface import Sequence
 from kvarena.experiments.bench.attention_cells import pool_views
 from kvarena.experiments.bench.runner import Cell, Competition
 from kvarena.experiments.bench.shapes import EXTEND_SHAPES, POOL_SLOTS, make_starts, make_table
@@ -30,16 +32,16 @@ def memory_cells() -> Iterator[Cell]:
     for tokens in (256, 8192, 65_536):
         for placement in ("shuffled", "in_order"):
             labels = {"op": "store", "tokens": tokens, "placement": placement}
-            yield Cell(labels, lambda n=tokens, p=placement: store_competition(n, p))
+            yield Cell(labels, functools.partial(store_competition, tokens, placement))
     for layers in (1, 32):
         labels = {"op": "copy_pages", "pages": 1000 if layers == 1 else 100, "page": 16, "layers": layers}
-        yield Cell(labels, lambda n=layers: copy_competition(n))
+        yield Cell(labels, functools.partial(copy_competition, layers))
     for batch, new in ((256, 1), (1, 8192)):
         for kind in ("block_table", "req_to_token"):
             labels = {"op": "slot_mapping", "point": f"{batch}x{new}", "table": kind, "page": 16}
-            yield Cell(labels, lambda b=batch, n=new, k=kind: slots_competition(b, n, k))
+            yield Cell(labels, functools.partial(slots_competition, batch, new, kind))
     for shape in ("8192/0x1", "mix16"):
-        yield Cell({"op": "plan_extend", "point": shape}, lambda s=shape: plan_competition(s))
+        yield Cell({"op": "plan_extend", "point": shape}, functools.partial(plan_competition, shape))
 
 
 def store_competition(tokens: int, placement: str) -> Competition:
@@ -50,7 +52,7 @@ def store_competition(tokens: int, placement: str) -> Competition:
     for seed in range(sets):
         k, v = (torch.randn(tokens, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         slots = make_table((tokens,), 1, placement, seed).slots(0)
-        calls.append(lambda k=k, v=v, s=slots: store_kv(k, v, k_cache, v_cache, s))
+        calls.append(functools.partial(store_kv, k, v, k_cache, v_cache, slots))
         first = first or (k, v, slots)
 
     def gate() -> None:
@@ -148,11 +150,11 @@ def swap_rows() -> Iterator[dict[str, Any]]:
         if not torch.equal(host, wanted):
             raise ValueError("gather_pages: expected the same bytes on host and device, found others")
         index = torch.tensor(ids)
-        ways = {
-            "out": lambda h=host, p=pool, i=index: copy.gather_pages(p.layers, i, h),
-            "in": lambda h=host, p=pool, i=index: copy.scatter_pages(h, p.layers, i),
-            "out_contiguous": lambda h=host, d=device: h.copy_(d, non_blocking=True),
-            "in_contiguous": lambda h=host, d=device: d.copy_(h, non_blocking=True),
+        ways: dict[str, Callable[[], object]] = {
+            "out": functools.partial(copy.gather_pages, pool.layers, index, host),
+            "in": functools.partial(copy.scatter_pages, host, pool.layers, index),
+            "out_contiguous": functools.partial(host.copy_, device, non_blocking=True),
+            "in_contiguous": functools.partial(device.copy_, host, non_blocking=True),
         }
         for way, call in ways.items():
             us = _wall_us(call)
@@ -202,11 +204,12 @@ class _FixedPages:
     """A page source that owns a fixed run of pages for each request: the adapter's cost without an allocator's."""
 
     page_size = 16
+    num_pages = 2**20
 
     def __init__(self, pages_each: int) -> None:
         self._pages_each = pages_each
 
-    def page_ids(self, seq: Any) -> Any:
+    def page_ids(self, seq: Sequence) -> array[int]:
         first = 1 + int(seq.request_id) * self._pages_each
         return array("i", range(first, first + self._pages_each))
 
@@ -214,7 +217,6 @@ class _FixedPages:
 def _adapter_step() -> Callable[[], object]:
     """A decode step of 256 requests through the adapter: header, upload, positions, slot mapping; no page changes."""
     from kvarena.allocators.adapter import BlockTableAdapter
-    from kvarena.allocators.interface import Sequence
 
     adapter = BlockTableAdapter(_FixedPages(64), max_requests=256, max_tokens=2048, device="cuda")
     seqs = [Sequence(str(i), [1] * 1000) for i in range(256)]

@@ -34,7 +34,7 @@ class Competition:
     extra    fields for each competitor's row
     """
 
-    calls: dict[str, Calls]
+    calls: Mapping[str, Calls]
     gate: Callable[[], None]
     amounts: dict[str, float]
     expect_us: float
