@@ -147,7 +147,10 @@ class RecencyQueue(Generic[Leaf]):
     __slots__ = ("_ages", "_oldest", "_oldest_span", "_spans")
 
     def __init__(self) -> None:
-        self.clear()
+        self._oldest: list[tuple[int, int, Leaf]] = []  # newest first, so that the next one is popped off the end
+        self._oldest_span = -1
+        self._spans: dict[int, list[tuple[int, int, Leaf]]] = {}  # the others, unsorted
+        self._ages: list[int] = []  # heap of their numbers
 
     def offer(self, node: Leaf) -> None:
         """`node` is a candidate now."""
@@ -175,10 +178,10 @@ class RecencyQueue(Generic[Leaf]):
 
     def clear(self) -> None:
         """Forget all entries (the tree was emptied)."""
-        self._oldest: list[tuple[int, int, Leaf]] = []  # newest first, so that the next one is popped off the end
+        self._oldest.clear()
         self._oldest_span = -1
-        self._spans: dict[int, list[tuple[int, int, Leaf]]] = {}  # the others, unsorted
-        self._ages: list[int] = []  # heap of their numbers
+        self._spans.clear()
+        self._ages.clear()
 
     def __len__(self) -> int:
         """Entries held, outdated ones included."""
