@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from kvarena.experiments.config import SCHEMA_VERSION, config_diff
+from kvarena.experiments.result_check import check_manifest, check_tables
 
 if TYPE_CHECKING:
     from kvarena.experiments.divergence import Divergence
@@ -159,11 +160,14 @@ def load_result(path: Path | str) -> Result:
     if manifest.pop("schema_version", None) != SCHEMA_VERSION:
         raise ValueError(f"{folder / MANIFEST}: schema_version: expected {SCHEMA_VERSION}")
     provenance = _read_json(folder / "provenance.json")
-    provenance.pop("schema_version", None)
+    if provenance.pop("schema_version", None) != SCHEMA_VERSION:
+        raise ValueError(f"{folder / 'provenance.json'}: schema_version: expected {SCHEMA_VERSION}")
     try:
+        check_manifest(manifest)
         config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
         summary = _read_summary(folder / "summary.csv", len(manifest["budgets"]))
         frames = {name: pd.read_parquet(folder / f"{name}.parquet") for name in FRAMES}
+        check_tables({**frames, "summary": summary})
     except (OSError, tomllib.TOMLDecodeError, KeyError, pd.errors.ParserError, ValueError) as error:
         raise ValueError(f"{folder}: not a whole result folder ({error})") from None
     return Result(config, manifest, summary=summary, provenance=provenance, path=folder, **frames)

@@ -238,6 +238,36 @@ def test_a_damaged_folder_is_one_clear_error(saved, tmp_path, name, damage):
         load_result(out)
 
 
+@pytest.mark.parametrize("field", ["kind", "visible", "allocators", "pools", "budgets", "warnings", "kernel_check"])
+@pytest.mark.parametrize("edit", ["dropped", "null"])
+def test_a_field_that_was_edited_away_is_named(saved, tmp_path, field, edit):
+    out = copied(saved, tmp_path)
+    data = json.loads((out / "result.json").read_text())
+    data.pop(field) if edit == "dropped" else data.update({field: None})
+    (out / "result.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=f"out: .*result.json: {field}: expected .*, found None"):
+        load_result(out)
+
+
+EDITS = {
+    "fewer requests": ("requests", lambda frame: frame[:-1], r"requests: expected \d+ rows"),
+    "one allocator less": ("steps", lambda frame: frame[frame["allocator"] == "vllm"], "found a difference at"),
+    "no column": ("requests", lambda frame: frame.drop(columns="hit_tokens"), "column 'hit_tokens' is missing"),
+    "no key": ("timings", lambda frame: frame.drop(columns="seed"), "column 'seed' is missing"),
+    "text for numbers": ("steps", lambda frame: frame.assign(free="many"), "column 'free': expected numbers"),
+    "no steps": ("steps", lambda frame: frame[:0], "found a difference at"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_tables_that_do_not_belong_together_are_one_clear_error(saved, tmp_path, edit):
+    out = copied(saved, tmp_path)
+    name, change, says = EDITS[edit]
+    change(pd.read_parquet(out / f"{name}.parquet")).to_parquet(out / f"{name}.parquet")
+    with pytest.raises(ValueError, match=f"out: not a whole result folder .*{says}"):
+        load_result(out)
+
+
 def test_an_unwritable_place_is_refused_before_anything_runs(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="no folder that takes files"):
