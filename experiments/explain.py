@@ -156,7 +156,7 @@ def explain_replay(
 ) -> Explanation:
     """Replay requests through one allocator with a ledger. Raises AllocatorError when reasons do not add up."""
     names = name_pages(requests, entry.page_size, replies=engine.outputs == "replay")
-    ledger = Ledger(names, num_pages, entry)
+    ledger = Ledger(names, num_pages, entry, namespaced=any(r.namespace is not None for r in requests))
     watched = WatchedAllocator(entry.build(num_pages), ledger)
     replay = Replay(watched, engine.model_copy(update={"steps_every": max(len(requests), 1)}))
     lane = replay.run(_numbered(requests, ledger), tick)

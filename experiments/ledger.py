@@ -68,9 +68,12 @@ class Span:
 
 
 class Ledger:
-    """Texts, pages and fates. `step` is the number of the request that is arriving; requests are named by number."""
+    """Texts, pages and fates. `step` is the number of the request that is arriving; requests are named by number.
 
-    def __init__(self, names: PageNames, num_pages: int, entry: AllocatorEntry) -> None:
+    namespaced  some request has a namespace; without one, a single tree of tokens serves for both
+    """
+
+    def __init__(self, names: PageNames, num_pages: int, entry: AllocatorEntry, *, namespaced: bool = True) -> None:
         self.names = names
         self.page_size = names.page_size
         self.last_token_rule = entry.last_token_rule
@@ -87,7 +90,8 @@ class Ledger:
         self._publisher = np.full(count, NOBODY, np.int32)
         self._evictor = np.full(count, NOBODY, np.int32)
         self._evicted_at = np.full(count, NOBODY, np.int32)
-        self._own, self._all = PrefixTree(), PrefixTree()
+        self._own = PrefixTree()
+        self._all = PrefixTree() if namespaced else self._own
         self._numbers: dict[str, int] = {}  # of live requests
         self._texts: dict[str, NDArray[np.int64]] = {}
         self._written: dict[str, tuple[Sequence, int]] = {}  # tokens computed and not in the trees yet
@@ -117,7 +121,8 @@ class Ledger:
         for seq, count in self._written.values():
             ids, number = _tokens(seq)[:count], self._numbers[seq.request_id]
             self._own.add(ids, number, _space(seq))
-            self._all.add(ids, number)
+            if self._all is not self._own:
+                self._all.add(ids, number)
         self._written.clear()
 
     def read(self, events: Iterable[Event], rows: dict[str, array[int]]) -> None:
@@ -159,7 +164,7 @@ class Ledger:
         """Spans from the end of the hit to the end of the prompt, without gap or overlap."""
         ids, size, end = _tokens(seq), self.page_size, seq.num_tokens
         known, source = self._own.known(ids, _space(seq))
-        anywhere, elsewhere = self._all.known(ids)
+        anywhere, elsewhere = (known, source) if self._all is self._own else self._all.known(ids)
         usable = min(known, end - self.last_token_rule)
         whole = max(usable // size * size, hit)
         self._check_hit(seq, hit, usable)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from kvarena.experiments.budget import format_bytes, parse_bytes
@@ -12,6 +12,7 @@ from kvarena.experiments.explain import Explanation, explain, summarise
 from kvarena.experiments.style import printable
 
 if TYPE_CHECKING:
+    from kvarena.experiments.results import Result
     from rich.table import Table
 
 Tick = Callable[[], None] | None
@@ -44,9 +45,8 @@ def explain_trace(
     return explain(config, tick=tick)
 
 
-def write_table(found: list[Explanation], out: Path) -> None:
-    """A row a request and allocator, as CSV or Parquet by the name's ending. Raises ValueError when it cannot be."""
-    table = pd.concat([one.table for one in found], ignore_index=True)
+def write_table(table: pd.DataFrame, out: Path) -> None:
+    """As CSV or Parquet by the name's ending, whole or not at all. Raises ValueError when it cannot be written."""
     partial = out.with_name(f".{out.name}.partial")
     try:
         if out.suffix == ".csv":
@@ -59,6 +59,44 @@ def write_table(found: list[Explanation], out: Path) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise ValueError(f"{out}: cannot be written ({error.strerror})") from None
+
+
+def draw_bounds(result: Result, table: pd.DataFrame, path: Path) -> None:
+    """The figure of the bounds with its footer. Raises ValueError when it cannot be written."""
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+    from kvarena.experiments.bounds import plot_bounds
+    from kvarena.experiments.report import result_footer
+    from kvarena.experiments.style import STYLE, add_footer, save_figure
+
+    with mpl.rc_context(STYLE):
+        plt.switch_backend("agg")
+        figure: Any = plot_bounds(result, table=table).get_figure()
+        add_footer(figure, result_footer(result))
+        try:
+            save_figure(figure, path.with_suffix(""), kinds=(path.suffix[1:],))
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
+        finally:
+            plt.close(figure)
+
+
+def bounds_table(result: Result, table: pd.DataFrame) -> Table:
+    """Token hit rates at each pool, means over seeds, and the regret to clairvoyance."""
+    from rich.table import Table
+
+    shown = Table(title=f"Token hit rate between its bounds, {printable(result.manifest['trace'])}")
+    heads = ("pool", "allocator", "random", "its own", "clairvoyant", "infinite", "regret, points")
+    for head in heads:
+        shown.add_column(head, justify="left" if head == "allocator" else "right")
+    columns = ["random", "policy", "clairvoyant", "infinite"]
+    means = table.groupby(["pool_bytes", "allocator"], sort=False)[[*columns, "regret"]].mean()
+    for (pool, name), row in means.iterrows():
+        rates = ["" if pd.isna(row[column]) else f"{100 * row[column]:.2f} %" for column in columns]
+        shown.add_row(format_bytes(pool), printable(result.labels[name]), *rates, f"{row['regret']:.2f}")
+    if not table["proven"].all():
+        shown.caption = "replies of overlapping requests: clairvoyant is a mark here, not a bound"
+    return shown
 
 
 def explanation_table(found: list[Explanation]) -> Table:

@@ -1,4 +1,4 @@
-"""The commands of a study: explain, sweep. Each imports what it needs when it runs."""
+"""The commands of a study: bounds, explain, sweep. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ EXPLAIN_EXAMPLES = """Examples:\n
 kvarena explain out/chat\n
 kvarena explain out/chat --allocator vllm --request s0.t1\n
 kvarena explain --trace chat --allocator vllm --allocator block:page_size=64 --pool '450 MiB' --out reasons.csv"""
+BOUNDS_EXAMPLES = "Example: kvarena bounds out/chat --out bounds.csv --figure bounds.pdf"
 SWEEP_EXAMPLES = """Examples:\n
 kvarena sweep my-sweep.toml --out out/sweep\n
 kvarena sweep my-sweep.toml --out out/sweep --jobs 2 --set requests=1000\n
@@ -26,8 +27,31 @@ kvarena sweep my-sweep.toml --out out/sweep --ray local"""
 
 def add_study_commands(app: typer.Typer) -> None:
     """Mount the commands of this module."""
+    app.command(epilog=BOUNDS_EXAMPLES)(bounds)
     app.command(epilog=EXPLAIN_EXAMPLES)(explain)
     app.command(epilog=SWEEP_EXAMPLES)(sweep)
+
+
+def bounds(
+    result: Annotated[Path, typer.Argument(metavar="RESULT", help="Folder of a finished comparison.")],
+    out: Annotated[Path | None, typer.Option(help="Write the table: .csv or .parquet.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw it: .png, .pdf or .svg.")] = None,
+) -> None:
+    """Say how far each allocator is from random eviction, clairvoyance and an infinite cache, at its own page size."""
+    from kvarena.experiments.bounds import bounds as bounds_of
+    from kvarena.experiments.results import load_result
+    from kvarena.experiments.study import bounds_table, draw_bounds, write_table
+
+    for path, kinds in ((out, (".csv", ".parquet")), (figure, (".png", ".pdf", ".svg"))):
+        if path is not None and path.suffix not in kinds:
+            raise ValueError(f"expected a file {' or '.join(kinds)}, found {path}")
+    loaded = load_result(result)
+    table = bounds_of(loaded)
+    if out is not None:
+        write_table(table, out)
+    if figure is not None:
+        draw_bounds(loaded, table, figure)
+    _print(bounds_table(loaded, table))
 
 
 def explain(
@@ -76,9 +100,10 @@ def _ticker() -> Any:
 def _write_table(found: list[Explanation], out: Path | None) -> None:
     if out is None:
         return
+    import pandas as pd
     from kvarena.experiments.study import write_table
 
-    write_table(found, out)
+    write_table(pd.concat([one.table for one in found], ignore_index=True), out)
     print(f"table in {out}", file=sys.stderr)
 
 
@@ -88,10 +113,14 @@ def _print_explanations(found: list[Explanation], request: str | None) -> None:
     if request is not None:
         print("\n\n".join("\n".join(one.tell(request)) for one in found))
         return
+    _print(explanation_table(found))
+
+
+def _print(table: Any) -> None:
     from rich.console import Console
 
     console = Console()
-    Console(width=None if console.is_terminal else 140).print(explanation_table(found))
+    Console(width=None if console.is_terminal else 140).print(table)
 
 
 def sweep(

@@ -76,3 +76,14 @@ def test_bad_input_is_one_line_and_exit_code_2(folder, arguments, message):
     assert message in done.stderr
     assert done.stderr.startswith("kvarena: ")
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_bounds_of_a_result_as_table_file_and_figure(folder, tmp_path):
+    command = [sys.executable, "-m", "kvarena", "bounds", folder, "--out", "b.csv", "--figure", "b.pdf"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Token hit rate between its bounds, chat" in done.stdout
+    table = pd.read_csv(tmp_path / "b.csv")
+    assert (table["policy"] <= table["clairvoyant"]).all()
+    assert (tmp_path / "b.pdf").read_bytes().startswith(b"%PDF")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.csv", "b.pdf"]

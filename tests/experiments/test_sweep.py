@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import multiprocessing
 import os
@@ -31,6 +32,10 @@ def undisturbed(tmp_path_factory):
 
 
 # --- the plan ---
+
+
+def test_doctests():
+    assert doctest.testmod(sweep_plan).failed == 0
 
 
 def test_a_grid_is_every_combination_and_a_list_is_what_stands_there():
