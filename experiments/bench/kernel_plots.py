@@ -53,11 +53,12 @@ def load_kernels(path: Path) -> dict[str, Any]:
 
 
 def footer(result: Result) -> str:
-    """One line: card, driver, torch, triton, commit."""
-    info = next(iter(result["parts"].values()))["provenance"]
+    """One line: card, driver, torch, Triton, and the commits of the timed parts."""
+    timed = [part["provenance"] for name, part in result["parts"].items() if name != "check"]
+    info = (timed or [part["provenance"] for part in result["parts"].values()])[0]
     card, driver = info["card"][0], info["card"][1] if len(info["card"]) > 1 else "?"
-    commit = str(info["kvarena"].get("commit") or "")[:10]
-    return f"{card} · driver {driver} · torch {info['torch']} · Triton {info['triton']} · kvarena {commit}"
+    commits = dict.fromkeys(str(part["kvarena"].get("commit") or "")[:7] for part in timed)
+    return f"{card} · driver {driver} · torch {info['torch']} · Triton {info['triton']} · kvarena {', '.join(commits)}"
 
 
 def decode_by_page(result: Result, ax: Axes | None = None) -> Axes:
