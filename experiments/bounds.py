@@ -132,7 +132,7 @@ def _infinite(cell: Cell, table: pd.DataFrame, tokens: int) -> float | None:
 
 _LINES: dict[str, tuple[str, Any]] = {
     "clairvoyant": ("clairvoyant", (0, (4, 1.5))),
-    "random": ("random eviction", (0, (1, 1))),
+    "random": ("random eviction", (0, (5, 1, 1, 1))),
 }
 
 
