@@ -5,7 +5,8 @@
     print(report); report.raise_if_failed()
 
 Laws: a fresh pool is all free; what is refused changes nothing; a live id cannot come twice; a request longer than
-the pool is refused by value; all or nothing over a batch; a small request fits an emptied pool; random operations
+the pool is refused by value; all or nothing over a batch; a small request fits an emptied pool; a fork, where there
+is one, shares and never lets a write of one show in the other; random operations
 keep every law of `shadow.py`, and `check()`; events change no decision; the same seed decides the same; both
 adapters (where torch is there) hold exactly what the allocator says.
 """
@@ -19,9 +20,9 @@ from functools import partial
 from typing import Any, Literal
 
 from kvarena.allocators.config import AllocatorSpec, make_allocator
-from kvarena.allocators.interface import EventLog, KVAllocator, Release, Sequence
+from kvarena.allocators.interface import EventLog, KVAllocator, Release, Sequence, SupportsFork
 from kvarena.experiments.random_ops import MAX_DRAFT, MAX_LIVE, RandomOps
-from kvarena.experiments.shadow import Actor, ShadowPool, Violation
+from kvarena.experiments.shadow import Actor, Contents, ShadowPool, Violation
 
 Status = Literal["passed", "failed", "skipped"]
 Make = Callable[[], KVAllocator]
@@ -94,9 +95,18 @@ def conformance(
     report = Report(getattr(allocator, "__name__", str(allocator)))
     for name, law in _LAWS.items():
         report.findings.append(_try(name, partial(law, make)))
+    if _can_fork(make):
+        report.findings.append(_try("forks share, writes do not", partial(_forks, make)))
     for name, random_law in _RANDOM_LAWS.items():
         report.findings.append(_try(name, partial(random_law, make, chosen, ops)))
     return report
+
+
+def _can_fork(make: Make) -> bool:
+    try:
+        return isinstance(make(), SupportsFork)
+    except Exception:  # every law reports it
+        return False
 
 
 class _Skipped(Exception):
@@ -228,6 +238,70 @@ def _emptied_pool(make: Make) -> None:
         capacity = pool.capacity()
         _expect(capacity.in_use == 0, f"leak: {capacity.in_use} pages in use although no sequence is live")
     _expect(pool.reset() and pool.capacity().free == pool.num_pages, "reset: expected True and all pages free")
+
+
+def _forks(make: Make) -> None:
+    """A parent and a child with a partial page: no page more than is copied, each finds its own KV whoever writes or
+    ends first, and what finds no room changes nothing."""
+    for child_first in (False, True):
+        pool = make()
+        _expect(isinstance(pool, SupportsFork), "fork: expected every pool to support it, as the first did")
+        live: dict[str, Actor] = {}
+        shadow, contents = ShadowPool(pool, live), Contents()
+        n = 2 * pool.page_size + pool.page_size // 2
+        parent = Actor(_sequence("parent", n))
+        contents.note(parent)
+        _expect(pool.admit(parent.seq) is not None, f"a request of {n} tokens is refused by an empty pool")
+        live["parent"] = parent
+        shadow.write(parent, shadow.slots_of(parent, n))
+        pool.commit([(parent.seq, n)])
+        child = Actor(_sequence("child", n))
+        contents.note(child)
+        _fork_into(pool, shadow, parent, child)
+        for number, actor in enumerate((child, parent) if child_first else (parent, child)):
+            _write_one(pool, shadow, contents, actor, 10**6 + number)
+        _refused_fork(pool, shadow, child)
+        for actor in (child, parent) if child_first else (parent, child):
+            del live[actor.seq.request_id]
+            pool.release([actor.seq], Release.FINISH)
+            shadow.verify()
+        _expect(pool.capacity().in_use == 0, "fork: pages stay in use although parent and child are gone")
+
+
+def _fork_into(pool: Any, shadow: ShadowPool, parent: Actor, child: Actor) -> None:
+    before = pool.capacity().in_use
+    fork = pool.fork(parent.seq, child.seq)
+    _expect(fork is not None, "a fork is refused by a pool with room")
+    shadow.live["child"] = child  # type: ignore[index]
+    shadow.move(fork.copies)
+    shadow.verify()
+    grown = pool.capacity().in_use - before
+    _expect(grown == len(fork.copies), f"fork: {grown} pages more are in use, {len(fork.copies)} are copied")
+
+
+def _write_one(pool: Any, shadow: ShadowPool, contents: Contents, actor: Actor, token: int) -> None:
+    seq, start = actor.seq, actor.seq.num_computed_tokens
+    seq.append(token)
+    contents.note(actor)
+    copies = pool.prepare_write(seq, start, start + 1)
+    _expect(
+        copies is not None and pool.extend(seq, 1) is not None, "a write after a fork is refused by a pool with room"
+    )
+    shadow.move(copies)
+    shadow.write(actor, shadow.slots_of(actor, 1))
+    pool.commit([(seq, start + 1)])
+    shadow.verify()
+
+
+def _refused_fork(pool: Any, shadow: ShadowPool, parent: Actor) -> None:
+    """In a full pool a fork is refused whole, or needs no page at once."""
+    filled = _fill(pool)
+    before, child = shadow.state(), Sequence("late child", parent.seq.token_ids)
+    if pool.fork(parent.seq, child) is None:
+        shadow.expect_unchanged(before, "refused fork")
+    else:
+        pool.release([child], Release.ABORT)
+    pool.release(filled, Release.FINISH)
 
 
 _LAWS: dict[str, Callable[[Make], None]] = {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
-from kvarena.allocators.interface import Commit, KVAllocator, PageCopy, Release, Reservation, Sequence, SupportsFork
+from kvarena.allocators.interface import Commit, KVAllocator, Release, Reservation, Sequence, SupportsFork
+from kvarena.experiments import random_forks
 from kvarena.experiments.shadow import Actor, Contents, ShadowPool, State, Violation
 
 MAX_LIVE = 6
@@ -48,7 +50,7 @@ class RandomOps:
             "reset": (1, self._reset),
         }
         if isinstance(allocator, SupportsFork):
-            self._ops["fork"] = (3, self._fork)
+            self._ops["fork"] = (3, partial(random_forks.fork, self, MAX_LIVE, VOCABULARY))
 
     def run(self, ops: int) -> None:
         """Take `ops` random operations, then end all requests. Raises Violation."""
@@ -147,7 +149,7 @@ class RandomOps:
 
     def _reserve(self, wants: list[tuple[Actor, int]], before: State | None = None) -> bool:
         """Reserve in one call. `before` is the state before a pin that a refusal must drop."""
-        if before is None and not self._prepare(wants):
+        if before is None and not random_forks.prepare(self, wants):
             return False
         state = before or self.shadow.state()
         results = self.allocator.reserve([(actor.seq, n) for actor, n in wants])
@@ -162,29 +164,6 @@ class RandomOps:
             self._expect_covered(actor, n)
             self._apply(result)
         return True
-
-    def _prepare(self, wants: list[tuple[Actor, int]]) -> bool:
-        """Have every page that the sequences will write to made their own; False when one was refused."""
-        if not isinstance(self.allocator, SupportsFork):
-            return True
-        for actor, n in wants:
-            start, state = actor.seq.num_computed_tokens, self.shadow.state()
-            copies = self.allocator.prepare_write(actor.seq, start, start + n)
-            self.decisions.append(copies)
-            if copies is None:
-                self.shadow.expect_unchanged(state, "refused prepare_write")
-                return False
-            self._copy(actor, copies, start // self.allocator.page_size)
-        return True
-
-    def _copy(self, actor: Actor, copies: list[PageCopy], column: int) -> None:
-        """Carry copies out, and tell the adapters in either way."""
-        self.shadow.move(copies)
-        for adapter in self.adapters if copies else ():
-            if self.random.random() < 0.5:
-                adapter.refresh(actor.seq)
-            else:
-                adapter.update(Reservation(actor.seq, rewritten=(column, column + len(copies))))
 
     def _refresh_adapters(self) -> None:
         """A refused reserve may have let window pages go all the same, with no reservation to tell of it."""
@@ -234,7 +213,7 @@ class RandomOps:
     def _decode_batch(self) -> None:
         """The same for two steps through a decode batch, which a refusal ends."""
         members = self._next_tokens()
-        if not self._prepare([(actor, 1) for actor in members]):
+        if not random_forks.prepare(self, [(actor, 1) for actor in members]):
             for actor in members:
                 self._forget_last(actor)
             return
@@ -297,46 +276,6 @@ class RandomOps:
             actor.seq.pop()
         self._compute([(actor, n)], keep=accepted)
         actor.content = content[: actor.seq.num_tokens]
-
-    def _fork(self) -> None:
-        """A child of some live sequence, with or without tokens of its own behind what they share."""
-        if not self.live or len(self.live) >= MAX_LIVE or not isinstance(self.allocator, SupportsFork):
-            return
-        parent = self.random.choice(list(self.live.values())).seq
-        child = self._child_of(parent)
-        state = self.shadow.state()
-        fork = self.allocator.fork(parent, child.seq)
-        self.decisions.append(None if fork is None else fork.copies)
-        if fork is None:
-            self.shadow.expect_unchanged(state, "refused fork")
-            return
-        if child.seq.num_computed_tokens != parent.num_computed_tokens:
-            raise Violation(f"fork: {child.seq} computed other tokens than its parent {parent}")
-        self.live[child.seq.request_id] = child
-        self.shadow.forget(fork.evicted)
-        if fork.commit is not None:
-            self._apply(fork.commit)
-        self.shadow.move(fork.copies)
-        for adapter in self.adapters:
-            adapter.add(child.seq)
-        self.verify()
-        self._prefill(child, child.seq.num_tokens)
-
-    def _child_of(self, parent: Sequence) -> Actor:
-        self._count += 1
-        own = [self.random.randrange(VOCABULARY) for _ in range(self.random.choice([0, 0, 1, 5]))]
-        child = Actor(
-            Sequence(
-                f"r{self._count}",
-                [*parent.token_ids[: parent.num_computed_tokens], *own],
-                namespace=parent.namespace,
-                extra_keys=cast("Iterable[tuple[int, int, Hashable]]", parent.extra_keys),
-                declared_max_tokens=parent.declared_max_tokens,
-                oracle_tokens=parent.oracle_tokens,
-            )
-        )
-        self._contents.note(child)
-        return child
 
     def _finish(self) -> None:
         if self.live:

@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from kvarena.allocators.config import PRESETS
+from kvarena.allocators.config import PRESETS, make_allocator
+from kvarena.allocators.interface import SupportsFork
 from kvarena.experiments.conformance import conformance
 from support import third_party
 from support.broken_allocators import BROKEN
@@ -39,7 +40,9 @@ DESIGNS = {
 def test_every_design_of_ours_conforms(spec):
     report = conformance(spec, seeds=range(3), ops=120)
     report.raise_if_failed()
-    assert len(report.findings) == 9
+    forks = isinstance(make_allocator(spec, num_pages=8), SupportsFork)
+    assert len(report.findings) == 9 + forks
+    assert ("forks share, writes do not" in [finding.law for finding in report.findings]) == forks
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
