@@ -12,6 +12,7 @@ from kvarena.experiments.bench.cli import bench_app
 from kvarena.experiments.commands import add_commands
 from kvarena.experiments.engine.commands import add_run_command
 from kvarena.experiments.study_commands import add_study_commands
+from kvarena.experiments.model.cli import add_generate_command
 from kvarena.experiments.traces.cli import trace_app
 
 app = typer.Typer(
@@ -69,6 +70,7 @@ def main() -> None:
 
 add_commands(app)
 add_run_command(app)
+add_generate_command(app)
 add_study_commands(app)
 
 

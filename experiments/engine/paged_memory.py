@@ -9,7 +9,16 @@ from typing import Literal
 
 import torch
 from kvarena.allocators.adapter import BlockTableAdapter, ReqToTokenAdapter
-from kvarena.allocators.interface import AllocatorError, Commit, KVAllocator, PageMove, Reservation, Sequence
+from kvarena.allocators.interface import (
+    AllocatorError,
+    Commit,
+    Fork,
+    KVAllocator,
+    PageCopy,
+    PageMove,
+    Reservation,
+    Sequence,
+)
 from kvarena.experiments.engine.backends import Backend, Step, load_backend
 from kvarena.experiments.engine.scheduler import SchedulerConfig, StepPlan
 from kvarena.experiments.engine.watched import WatchedAllocator
@@ -51,8 +60,9 @@ class KVShape:
 class PagedMemory:
     """Pool and page table of one engine; `allocator` is what its scheduler has to use, so that rows keep up.
 
-    A plan's copies are carried out by `begin`, in order: pages to the host, runs that moved (`Reservation.moves`),
-    pages from the host. Runs of requests admitted in this very step move last, behind their return from the host.
+    A plan's copies are carried out by `begin`, in order: pages to the host, copies on the device (runs that moved,
+    shared pages that are written), pages from the host. Runs of requests admitted in this very step move last,
+    behind their return from the host. A fork, which comes between two steps, copies at once.
     """
 
     def __init__(self, allocator: KVAllocator, shape: KVShape, limits: SchedulerConfig, options: MemoryOptions) -> None:
@@ -106,6 +116,18 @@ class PagedMemory:
         for seq in seqs:
             if seq in self.adapter:
                 self.adapter.remove(seq)
+        gone = {seq.request_id for seq in seqs}
+        self._moves = [(seq, moves) for seq, moves in self._moves if seq.request_id not in gone]
+
+    def forked(self, fork: Fork) -> None:
+        self.adapter.add(fork.child)
+        if fork.commit is not None:
+            self.adapter.update(fork.commit)
+        self.copy(fork.copies)
+
+    def unshared(self, seq: Sequence, copies: ListLike[PageCopy]) -> None:
+        self.adapter.refresh(seq)
+        self._moves.append((seq, tuple(copies)))
 
     # What a step does
 

@@ -14,14 +14,17 @@ from typing import Protocol
 from kvarena.allocators.interface import (
     Capacity,
     Commit,
+    Fork,
     Gate,
     KVAllocator,
     Match,
+    PageCopy,
     Pin,
     Release,
     Released,
     Reservation,
     Sequence,
+    SupportsFork,
 )
 
 
@@ -37,9 +40,18 @@ class PageWatcher(Protocol):
 
     def released(self, seqs: ListLike[Sequence]) -> None: ...
 
+    def forked(self, fork: Fork) -> None:
+        """Between two steps. The copies are to be carried out at once."""
+
+    def unshared(self, seq: Sequence, copies: ListLike[PageCopy]) -> None:
+        """A sequence got pages of its own for shared ones; to be copied before this step writes."""
+
 
 class WatchedAllocator(KVAllocator):
-    """Passes everything on to `inner`, and word of it to `watcher`."""
+    """Passes everything on to `inner`, and word of it to `watcher`.
+
+    Whoever took part in a fork is prepared for writing by each reservation: no room for the copy is no room.
+    """
 
     def __init__(self, inner: KVAllocator, watcher: PageWatcher) -> None:
         self.inner = inner
@@ -48,18 +60,40 @@ class WatchedAllocator(KVAllocator):
         self.page_size = inner.page_size
         self.num_pages = inner.num_pages
         self.events = inner.events
+        self._forked: set[str] = set()
 
     def pin(self, seq: Sequence, gate: Gate | None = None) -> Pin | None:
         return self.inner.pin(seq, gate)
 
     def reserve(self, wants: Iterable[tuple[Sequence, int]]) -> list[Reservation] | None:
         pairs = list(wants)
-        reservations = self.inner.reserve(pairs)
+        reservations = self.inner.reserve(pairs) if self._prepare(pairs) else None
         if reservations is None:
             self.watcher.refused([seq for seq, _ in pairs])
         else:
             self.watcher.reserved(reservations)
         return reservations
+
+    def _prepare(self, pairs: ListLike[tuple[Sequence, int]]) -> bool:
+        for seq, n in pairs:
+            if seq.request_id not in self._forked or not isinstance(self.inner, SupportsFork):
+                continue
+            copies = self.inner.prepare_write(seq, seq.num_computed_tokens, seq.num_computed_tokens + n)
+            if copies is None:
+                return False
+            if copies:
+                self.watcher.unshared(seq, copies)
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> Fork | None:
+        """As `SupportsFork.fork`. ValueError when the design has no fork."""
+        if not isinstance(self.inner, SupportsFork):
+            raise ValueError(f"allocator {self.kind!r} has no fork")
+        fork = self.inner.fork(parent, child)
+        if fork is not None:
+            self._forked |= {parent.request_id, child.request_id}
+            self.watcher.forked(fork)
+        return fork
 
     def commit(self, done: Iterable[tuple[Sequence, int]]) -> list[Commit]:
         commits = self.inner.commit(done)
@@ -69,6 +103,7 @@ class WatchedAllocator(KVAllocator):
     def release(self, seqs: Iterable[Sequence], reason: Release) -> Released:
         gone = list(seqs)
         released = self.inner.release(gone, reason)
+        self._forked.difference_update(seq.request_id for seq in gone)
         self.watcher.released(gone)
         return released
 

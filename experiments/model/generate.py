@@ -11,7 +11,8 @@ from kvarena.allocators.interface import KVAllocator
 from kvarena.experiments.engine.engine import Engine, StepRecord, make_scheduler
 from kvarena.experiments.engine.model_executor import ModelExecutor, Tie
 from kvarena.experiments.engine.paged_memory import MemoryOptions
-from kvarena.experiments.engine.request import EngineRequest, make_request
+from kvarena.experiments.engine.policy_vllm import VllmScheduler
+from kvarena.experiments.engine.request import EngineRequest, State, make_request
 from kvarena.experiments.engine.scheduler import SchedulerConfig
 
 MAX_IDLE_STEPS = 1000  # of an engine that has work and computes nothing
@@ -50,6 +51,23 @@ class ModelEngine:
         request = self.requests[request_id] = make_request(request_id, token_ids, max_tokens, **fields)
         self.engine.add(request)
         return request
+
+    def fork(self, parent_id: str, child_id: str, tokens: Sequence[int], max_tokens: int) -> EngineRequest | None:
+        """A running request goes on in two ways: the child has its tokens up to those computed, then `tokens`.
+
+        None: no room. ValueError: policy sglang, or result_lag 1, where what is computed is not known yet.
+        """
+        scheduler, parent = self.engine.scheduler, self.requests[parent_id]
+        if not isinstance(scheduler, VllmScheduler) or scheduler.config.result_lag:
+            raise ValueError("fork: expected policy vllm with result_lag 0")
+        computed = parent.seq.num_computed_tokens
+        child = make_request(child_id, [*parent.seq.token_ids[:computed], *tokens], max_tokens)
+        if self.allocator.fork(parent.seq, child.seq) is None:
+            return None
+        child.state, child.num_computed = State.RUNNING, child.seq.num_computed_tokens
+        scheduler.running.append(child)
+        self.requests[child_id] = child
+        return child
 
     def step(self) -> StepRecord:
         """One step of the engine."""
