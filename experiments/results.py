@@ -192,18 +192,30 @@ def merge_results(results: Iterable[Result]) -> Result:
 
 
 def _refuse_unlike(a: Result, b: Result) -> None:
+    inputs = [[item["sha256"] for item in r.provenance.get("inputs", [])] for r in (a, b)]
     differing = [
         f"{name} ({left!r} against {right!r})"
         for name, (left, right) in config_diff(_without_allocators(a.config), _without_allocators(b.config)).items()
+        # A file read from elsewhere is the same trace when its contents are.
+        if name != "workload.trace" or not inputs[0] or inputs[0] != inputs[1]
     ]
     for name in ("kind", "visible", "working_set_bytes", "pools"):
         if a.manifest.get(name) != b.manifest.get(name) and not differing:
             differing.append(f"{name} ({a.manifest.get(name)!r} against {b.manifest.get(name)!r})")
-    inputs = [[item["sha256"] for item in r.provenance.get("inputs", [])] for r in (a, b)]
     if inputs[0] != inputs[1]:
         differing.append("the trace's contents (sha256)")
+    elif not differing and not _arrivals(a).equals(_arrivals(b)):
+        differing.append("the requests themselves: lengths, order or reuse of the trace")
     if differing:
         raise ValueError(f"these results differ in more than the allocators: {'; '.join(differing)}")
+
+
+def _arrivals(result: Result) -> pd.DataFrame:
+    """What every allocator was given, whatever became of it."""
+    frame = result.requests
+    first = (frame["allocator"] == result.allocators[0]) & (frame["pool_bytes"] == result.pools[0])
+    columns = ["seed", "index", "request_id", "num_prompt_tokens", "num_output_tokens", "prefix_tokens"]
+    return frame.loc[first, columns].sort_values(["seed", "index"], ignore_index=True)
 
 
 def _without_allocators(config: dict[str, Any]) -> dict[str, Any]:

@@ -306,6 +306,26 @@ def test_another_trace_under_the_same_name_is_refused():
         merge_results([first, other])
 
 
+def test_one_trace_at_two_places_is_one_trace(tmp_path):
+    results = []
+    for place, name in (("here", "vllm"), ("there", "sglang")):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "t.jsonl").write_text('{"token_ids": [1, 2, 3]}\n')
+        path = tmp_path / place / "t.jsonl"
+        results.append(compare(path, allocators=[name], pool="1 GiB", kernel_batches=0))
+    assert merge_results(results).allocators == ["vllm", "sglang"]
+
+
+@pytest.mark.parametrize("other", [[range(40), range(50, 90)], [range(40), range(39)], [range(40)]])
+def test_other_requests_in_memory_are_refused(other):
+    results = [
+        compare([list(tokens) for tokens in prompts], allocators=[name], pool="1 GiB", kernel_batches=0)
+        for name, prompts in (("vllm", [range(40), range(40)]), ("sglang", other))
+    ]
+    with pytest.raises(ValueError, match="differ in more than the allocators"):
+        merge_results(results)
+
+
 def test_one_name_with_other_rules_is_refused(saved):
     spec = {"name": "vllm", "kind": "block", "page_size": 64}
     other = small(seeds=2, live=4, outputs="replay", allocators=[spec], pool=pools(saved))
