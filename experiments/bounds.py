@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["POLICIES", "BoundHits", "Policy", "bound_curve", "bounds", "plot_bounds", "replay_bound"]
 
+RATES = ("no_cache", "random", "policy", "clairvoyant_leaf", "clairvoyant", "infinite", "regret")
 MAX_RANDOM_USES = 20_000_000  # page uses up to which random eviction is replayed (a second a million, about)
 
 
@@ -91,7 +92,7 @@ def bounds(result: Result, *, source: Any = None) -> pd.DataFrame:
     rows = []
     for cell in cells:
         rows.append({**_cell_bounds(result, cell, config), "proven": proven})
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).astype(dict.fromkeys(RATES, float))
 
 
 def _cell_bounds(result: Result, cell: Cell, config: Config) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def _cell_bounds(result: Result, cell: Cell, config: Config) -> dict[str, Any]:
         "policy": policy,
         "clairvoyant_leaf": rate("clairvoyant_leaf"),
         "clairvoyant": foresight,
-        "infinite": _infinite(cell, table, tokens),
+        "infinite": _infinite(cell, table, tokens) if cell.entry.shares_prefixes else None,
         "regret": None if policy is None or foresight is None else 100 * (foresight - policy),
     }
     return {**keys, "label": cell.entry.label, "page_size": size, "num_pages": cell.budget.num_pages, **rates}

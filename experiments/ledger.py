@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -189,28 +190,27 @@ class Ledger:
         if not self.strict and not self._publisher[self._texts[seq.request_id]].max(initial=NOBODY) >= 0:
             yield Span(hit, whole, "not_kept", source=source)
             return
-        texts = self._texts[seq.request_id][hit // size : whole // size]
-        fates = np.stack(
-            [
-                self._serving[texts] > 0,
-                self._evictor[texts],
-                self._evicted_at[texts],
-                np.where(self._publisher[texts] >= 0, self._publisher[texts], source),
-                self._publisher[texts] >= 0,
-            ]
-        )
+        fates = self._fates(self._texts[seq.request_id][hit // size : whole // size], source)
         borders = np.flatnonzero((fates[:, 1:] != fates[:, :-1]).any(axis=0)) + 1
         gap: Span | None = None
-        for low, high in zip([0, *borders.tolist()], [*borders.tolist(), len(texts)], strict=True):
+        for low, high in pairwise([0, *borders.tolist(), fates.shape[1]]):
             cached, by, at, publisher, published = fates[:, low].tolist()
             span = Span(hit + low * size, hit + high * size, "evicted", by, at, publisher)
             if cached:
-                span = self._behind(seq, span, gap)
-            else:
-                if not published:
-                    span = Span(span.start, span.end, "never_published", source=source)
-                gap = gap or span
+                yield self._behind(seq, span, gap)
+                continue
+            if not published:
+                span = Span(span.start, span.end, "never_published", source=source)
+            gap = gap or span
             yield span
+
+    def _fates(self, texts: NDArray[np.int64], source: int) -> NDArray[np.int64]:
+        """Rows: cached now, evicted by, evicted at, published (else computed) by, published ever. A column a text."""
+        publisher = self._publisher[texts]
+        published = publisher >= 0
+        whose = np.where(published, publisher, source)
+        evictions = self._evictor[texts], self._evicted_at[texts]
+        return np.stack([self._serving[texts] > 0, *evictions, whose, published]).astype(np.int64)
 
     def _behind(self, seq: Sequence, span: Span, gap: Span | None) -> Span:
         if gap is not None:

@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 import pytest
-from kvarena.allocators.config import block, token
+from kvarena.allocators.config import block, contiguous, token
 from kvarena.experiments.bounds import POLICIES, bound_curve, bounds, plot_bounds, replay_bound
 from kvarena.experiments.compare import compare
 from kvarena.experiments.page_names import name_pages
@@ -160,6 +160,14 @@ def test_every_allocator_stands_between_nothing_and_its_bounds(fields):
     merged = table.merge(result.summary, on=["seed", "pool_bytes", "allocator"])
     assert (merged["policy"] == merged["token_hit_rate"]).all()
     assert (merged["infinite"] == merged["token_hit_rate_ceiling"]).all()
+
+
+def test_designs_that_share_no_prefixes_have_bounds_and_no_ceiling():
+    result = small(pool="450 MiB", too_long="reject", allocators=["exact", contiguous(max_model_len=2048), "vllm"])
+    table = bounds(result)
+    assert table["infinite"].isna().tolist() == [True, True, False]
+    assert (table["policy"] <= table["clairvoyant"]).all()
+    assert table["policy"].tolist()[1] == 0
 
 
 def test_bounds_need_the_trace_when_it_was_in_memory():
