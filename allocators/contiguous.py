@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvarena.allocators._room import admits, pages_for
+from kvarena.allocators._room import admits, pages_for, refuse_twice
 from kvarena.allocators._runs import Buddy, FirstFit, FreeRuns, Run
 from kvarena.allocators.config import Design
 from kvarena.allocators.config import contiguous as contiguous_design
@@ -230,6 +230,7 @@ class ContiguousAllocator(KVAllocator):
         leaving = list(seqs)
         for seq in leaving:
             self._known(seq, 0)
+        refuse_twice(leaving)
         freed: list[int] = []
         for seq in leaving:
             if self._pinned.pop(seq.request_id, None) is None:
@@ -339,14 +340,14 @@ class ContiguousAllocator(KVAllocator):
 
     def _get(self, seq: Sequence) -> _Live:
         live = self._live.get(seq.request_id)
-        if live is None:
-            raise ValueError(f"request {seq.request_id} is not live")
+        if live is None or live.seq is not seq:
+            raise ValueError(f"request {seq.request_id} is not live{'' if live is None else ', another of its id is'}")
         return live
 
     def _known(self, seq: Sequence, n: int) -> None:
         if n < 0:
             raise ValueError(f"request {seq.request_id}: cannot reserve {n} tokens")
-        if seq.request_id not in self._pinned:
+        if self._pinned.get(seq.request_id) is not seq:
             self._get(seq)
 
     def _refuse(self, seq: Sequence, reason: str) -> None:

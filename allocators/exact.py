@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvarena.allocators._room import admits, pages_for
+from kvarena.allocators._room import admits, pages_for, refuse_twice
 from kvarena.allocators.config import Design
 from kvarena.allocators.config import exact as exact_design
 from kvarena.allocators.interface import (
@@ -177,7 +177,9 @@ class ExactAllocator(KVAllocator):
 
     def release(self, seqs: Iterable[Sequence], reason: Release) -> Released:
         """Give back each sequence's own pages, and its prompt's with the last user; the reason makes no difference."""
-        holders = [self._holder(seq) for seq in seqs]
+        leaving = list(seqs)
+        holders = [self._holder(seq) for seq in leaving]
+        refuse_twice(leaving)
         freed = array("i")
         for holder in holders:
             name = holder.seq.request_id
@@ -299,12 +301,15 @@ class ExactAllocator(KVAllocator):
         return self.dump()
 
     def _holder(self, seq: Sequence) -> _Holder:
-        return self._pinned.get(seq.request_id) or self._get(seq)
+        pinned = self._pinned.get(seq.request_id)
+        return pinned if pinned is not None and pinned.seq is seq else self._get(seq)
 
     def _get(self, seq: Sequence) -> _Holder:
         holder = self._live.get(seq.request_id)
-        if holder is None:
-            raise ValueError(f"request {seq.request_id} is not live")
+        if holder is None or holder.seq is not seq:
+            raise ValueError(
+                f"request {seq.request_id} is not live{'' if holder is None else ', another of its id is'}"
+            )
         return holder
 
     def _log(self, kind: EventKind, seq: Sequence, pages: Iterable[int], reason: str = "") -> None:

@@ -240,8 +240,15 @@ def test_live_ids_commits_and_releases_are_checked():
     for verb in (lambda s: pool.commit([(s, 0)]), lambda s: pool.release([s], Release.ABORT), pool.page_ids):
         with pytest.raises(ValueError, match="request ghost is not live"):
             verb(request("ghost", 1))
+        with pytest.raises(ValueError, match="request a is not live, another of its id is"):
+            verb(request("a", 5))
+    with pytest.raises(ValueError, match="request a is not live, another of its id is"):
+        pool.reserve([(request("a", 5), 1)])
     with pytest.raises(ValueError, match="cannot reserve -1 tokens"):
         pool.reserve([(a, -1)])
+    with pytest.raises(ValueError, match="request a stands twice in one call"):
+        pool.release([a, a], Release.FINISH)
+    assert list(pool.page_ids(a)) == list(range(1, 9))
     pool.check()
 
 

@@ -220,6 +220,10 @@ def test_misuse_is_an_error_and_changes_nothing():
         (lambda: pool.commit([(a, 9)]), "commit of 9 tokens, its pages have 8 slots"),
         (lambda: pool.reserve([(a, -1)]), "cannot reserve -1 tokens"),
         (lambda: pool.release([a, request("ghost", 1)], Release.FINISH), "request ghost is not live"),
+        (lambda: pool.release([a, a], Release.FINISH), "request a stands twice in one call"),
+        (lambda: pool.release([request("a", 5)], Release.FINISH), "request a is not live, another of its id is"),
+        (lambda: pool.reserve([(request("a", 5), 1)]), "request a is not live, another of its id is"),
+        (lambda: pool.commit([(request("a", 5), 1)]), "request a is not live, another of its id is"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
