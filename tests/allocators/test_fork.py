@@ -466,3 +466,73 @@ def test_drafts_of_a_fork_are_written_to_its_own_pages(design: str) -> None:
     allocator.check()
     assert allocator.match(Sequence("t", [*range(6), 50, 51, 52, 53])).hit_tokens == 4
     assert write(allocator, parent, 60) == []
+
+
+# --- found by planting faults ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_last_holder_writes_without_asking(form: str) -> None:
+    allocator = pool(form)
+    parent = live(allocator, "p", range(6))
+    child = fork(allocator, parent, "c")
+    allocator.release([child], Release.ABORT)
+    for token in range(50, 56):
+        parent.append(token)
+        assert allocator.extend(parent, 1) is not None
+        allocator.commit([(parent, parent.num_tokens)])
+        allocator.check()
+    assert allocator.match(Sequence("t", parent.token_ids)).hit_tokens == 12
+
+
+def test_a_token_fork_evicts_to_copy_the_tail() -> None:
+    allocator = pool("token", num_pages=3, demand_slack=0)
+    allocator.release([live(allocator, "old", range(90, 94))], Release.FINISH)
+    parent = live(allocator, "p", range(6))
+    made = allocator.fork(parent, Sequence("c", range(6)))
+    assert (list(made.evicted), made.copies) == ([1], (PageCopy(3, 1),))
+    allocator.check()
+
+
+@pytest.mark.parametrize("design", ALL)
+def test_a_child_whose_prompt_is_computed_only_decodes(design: str) -> None:
+    allocator = pool(design)
+    parent = live(allocator, "p", range(3))
+    for token in range(100, 107):
+        write(allocator, parent, token)
+    child = Sequence("c", [*parent.token_ids, 5], num_prompt_tokens=3)
+    assert allocator.fork(parent, child) is not None
+    assert (child.num_computed_tokens, child.num_prefill_tokens) == (10, 10)
+    assert allocator.prepare_write(child, 10, 11) is not None
+    batch = allocator.decode_batch([child])
+    assert batch.reserve() is not None
+    batch.commit()
+    allocator.check()
+    assert child.num_computed_tokens == 11
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_copy_passes_over_pinned_pages_at_the_head_of_the_queue(form: str) -> None:
+    allocator = pool(form, num_pages=5)
+    for name, tokens in (("old", range(100, 108)), ("newer", range(200, 204))):
+        allocator.release([live(allocator, name, tokens)], Release.FINISH)
+    parent = live(allocator, "p", range(6))
+    child = fork(allocator, parent, "c")
+    late = Sequence("late", [*range(100, 108), 1])
+    pinned = allocator.pin(late, Gate(whole_prompt=False))
+    assert pinned.hit_tokens == 8
+    copies = allocator.prepare_write(child, 6, 7)
+    assert len(copies) == 1
+    assert copies[0].dst not in pinned.page_ids
+    assert allocator.match(Sequence("t", range(100, 109))).hit_tokens == 8
+    allocator.check()
+
+
+def test_a_token_fork_refuses_to_publish_a_token_of_the_reserved_range() -> None:
+    allocator = pool("token")
+    parent = live(allocator, "p", range(6))
+    write(allocator, parent, -(2**31) + 5)
+    text = repr(allocator)
+    with pytest.raises(ValueError, match="reserved for images"):
+        allocator.fork(parent, Sequence("c", parent.token_ids))
+    assert repr(allocator) == text
