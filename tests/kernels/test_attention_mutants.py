@@ -206,7 +206,13 @@ EXTEND_FAULTS = {
     ),
     "positions not clamped": fault("plain", ("at = tl.minimum(tl.maximum(o_n, low), high - 1)", "at = o_n")),
     "last tile not launched": fault("plain", ("num_tokens // tokens + batch + 1, 1)", "num_tokens // tokens + 1, 1)")),
-    "tile found one request early": fault("plain", ("(first <= i_tile)", "(first < i_tile)")),
+    "tile found one request early": fault(
+        "plain",
+        (
+            "tl.sum((first <= i_tile).to(tl.int32), 0) - 1",
+            "tl.maximum(tl.sum((first < i_tile).to(tl.int32), 0) - 1, 0)",
+        ),
+    ),
     "heads and tokens of a tile swapped": fault(
         "plain", ("o_h = i_kv * GROUP + o_m % GROUP", "o_h = i_kv * GROUP + o_m // TOKENS % GROUP")
     ),
@@ -245,9 +251,11 @@ EXTEND_FAULTS = {
     "maximum raised without rescaling the sum": fault(
         "plain", ("l_i * alpha + tl.sum(p, 1), alpha", "l_i + tl.sum(p, 1), alpha"), helper="_paged"
     ),
-    "maximum raised without rescaling the output": fault("plain", ("    acc = acc * alpha[:, None]\n", "")),
+    "maximum raised without rescaling the output": fault(
+        "plain", ('acc * alpha[:, None], input_precision="ieee")\n    for', 'acc, input_precision="ieee")\n    for')
+    ),
     "weights kept in half precision": fault(
-        "plain", ("tl.dot(p.to(b_q.dtype), ", "tl.dot(p.to(tl.float16).to(b_q.dtype), ")
+        "plain", ("return p, m_new,", "return p.to(tl.float16), m_new,"), helper="_paged"
     ),
     "lse in base 2": fault("plain", ("lse * 0.6931471805599453, mask=m_m", "lse, mask=m_m")),
     "padding left as it was": fault(

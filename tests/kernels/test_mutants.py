@@ -46,11 +46,14 @@ STORE_FAULTS: dict[str, list[Fault]] = {
 
 
 def store_is_right(module: ModuleType) -> None:
-    """fp8 and half pools whose K and V differ in width, through slots that skip, wrap and fill a page."""
+    """Half and fp8 pools, slots that skip, wrap and fill a page.
+
+    V is wider than K, so that a confusion of strides stays inside the pool.
+    """
     for dtype, scales in ((torch.float16, {}), (torch.float8_e4m3fn, {"k_scale": 0.5, "v_scale": 2.0})):
-        pools = [KVPool(1, 3, 4, 2, 96, 64, dtype=dtype, device=DEVICE, layout="split").fill_(9) for _ in range(2)]
-        k = torch.randint(-7, 8, (5, 2, 96), generator=torch.Generator().manual_seed(0)).half().to(DEVICE)
-        v = k[:, :, :64].contiguous()
+        pools = [KVPool(1, 3, 4, 2, 64, 96, dtype=dtype, device=DEVICE, layout="split").fill_(9) for _ in range(2)]
+        v = torch.randint(-7, 8, (5, 2, 96), generator=torch.Generator().manual_seed(0)).half().to(DEVICE)
+        k = v[:, :, :64].contiguous()
         mapping = torch.tensor([5, -1, 7, 8, 13], device=DEVICE)
         for pool, op in zip(pools, (module.store_kv, reference.store_kv), strict=True):
             op(k, v, pool.key(0), pool.value(0), mapping, **scales)
