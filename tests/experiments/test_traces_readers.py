@@ -253,7 +253,7 @@ def test_frame_without_a_value_misses_the_field():
         load_trace(bad)
 
 
-@pytest.mark.parametrize("spec", [3, 3.5, None, {"a": 1}, b"x", object()], ids=repr)
+@pytest.mark.parametrize("spec", [3, 3.5, None, {"a": 1}, b"x", object()], ids=lambda spec: type(spec).__name__)
 def test_a_spec_of_another_type_says_what_is_expected(spec):
     with pytest.raises(ValueError, match="expected a name, a path, a DataFrame or a list"):
         load_trace(spec)
