@@ -162,6 +162,8 @@ def design(spec: str | Mapping[str, Any] | Design) -> Design:
         else:
             allowed = ", ".join([*PRESETS, *_DEFAULTS, *_entry_points()])
             raise ValueError(f"allocator {spec!r} is unknown; known: {allowed}")
+    if not isinstance(spec, Mapping):
+        raise ValueError(f"allocator: expected a name, a table with `kind` or a Design, found {spec!r}")
     kind = spec.get("kind")
     if kind not in _DEFAULTS:
         raise ValueError(f"allocator kind: expected one of {', '.join(_DEFAULTS)}, found {kind!r}")

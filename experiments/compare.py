@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
+from kvarena.allocators.config import Design
+from kvarena.allocators.interface import KVAllocator
 from kvarena.experiments import metrics
 from kvarena.experiments.ceilings import ceilings
 from kvarena.experiments.config import SECTION_OF, Config, config_from_keywords, load_config
@@ -39,7 +41,7 @@ class _Rows:
 def compare(
     trace: Any = None,
     *,
-    allocators: Iterable[Any] | None = None,
+    allocators: Any = None,
     pool: str | int | Sequence[str | int] | None = None,
     model: str | Mapping[str, Any] | None = None,
     seeds: int | Sequence[int] | None = None,
@@ -61,7 +63,7 @@ def compare(
     """Replay one trace through several allocators and return the tables.
 
     trace       a built-in workload, a held trace's name, a path, a DataFrame, a list of token lists, or a Trace
-    allocators  preset names, tables, `kv.block(...)`, `kv.token(...)`, KVAllocator classes or instances
+    allocators  preset names, tables, `kv.block(...)`, `kv.token(...)`, KVAllocator classes or instances; one or several
     config      a Config or the path of a TOML file; every other keyword is a field of it (see `config.py`) and wins
     out         folder to write the finished result to (`Result.save`)
     progress    a bar with the time left, on stderr
@@ -71,7 +73,9 @@ def compare(
     given = locals()
     fields = {name: given[name] for name in SECTION_OF if name != "trace"}
     base = load_config(Path(config)) if isinstance(config, str | Path) else config
-    entries = None if allocators is None else [allocator_entry(spec) for spec in allocators]
+    if not isinstance(base, Config | None):
+        raise ValueError(f"config: expected a Config or the path of a TOML file, found {config!r}")
+    entries = None if allocators is None else [allocator_entry(spec) for spec in _several(allocators)]
     named = {} if trace is None else {"trace": str(trace) if isinstance(trace, str | Path) else "in memory"}
     specs = None if entries is None else tuple(_config_table(entry) for entry in entries)
     chosen = config_from_keywords({**fields, **named, "allocators": specs}, base)
@@ -79,6 +83,11 @@ def compare(
     if out is not None:
         result.save(out)
     return result
+
+
+def _several(allocators: Any) -> Iterable[Any]:
+    """One allocator is a list of one."""
+    return [allocators] if isinstance(allocators, str | Mapping | Design | type | KVAllocator) else allocators
 
 
 def _config_table(entry: AllocatorEntry) -> dict[str, Any]:

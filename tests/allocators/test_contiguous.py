@@ -248,7 +248,7 @@ def test_live_ids_commits_and_releases_are_checked():
         pool.reserve([(a, -1)])
     with pytest.raises(ValueError, match="request a stands twice in one call"):
         pool.release([a, a], Release.FINISH)
-    assert list(pool.page_ids(a)) == list(range(1, 9))
+    assert list(pool.page_ids(a)) == [1, 2]
     pool.check()
 
 

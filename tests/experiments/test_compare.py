@@ -128,6 +128,16 @@ def test_a_class_and_an_instance_of_one_s_own_stand_beside_the_designs():
         small(allocators=[own], pool=701)
 
 
+@pytest.mark.parametrize("one", ["sglang", {"kind": "token"}, token(), StackAllocator, StackAllocator(64)])
+def test_one_allocator_needs_no_list(one):
+    assert len(compare([[1, 2, 3]], allocators=one, pool=64, kernel_batches=0).allocators) == 1
+
+
+def test_a_config_of_another_type_is_refused():
+    with pytest.raises(ValueError, match="config: expected a Config or the path of a TOML file, found 3"):
+        compare([[1]], config=3)
+
+
 def test_the_same_config_gives_the_same_tables():
     again = small(seeds=2, live=4, outputs="replay")
     for name in ("requests", "steps", "summary"):

@@ -79,6 +79,12 @@ def test_a_page_count_that_is_none_is_refused(pages):
         kv.make_allocator("vllm", num_pages=pages)
 
 
+@pytest.mark.parametrize("spec", [3, None, ["vllm"], 1.5])
+def test_an_allocator_of_no_kind_of_spec_is_refused(spec):
+    with pytest.raises(ValueError, match="allocator: expected a name, a table with `kind` or a Design"):
+        kv.make_allocator(spec, num_pages=3)
+
+
 def test_an_allocator_shows_its_pages():
     from rich.console import Console
 
