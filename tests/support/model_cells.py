@@ -12,8 +12,9 @@ from kvarena.experiments.model.generate import ModelEngine
 
 # page size -> pages on the device and on the host: too few for everybody's output, and a host tier that holds one
 # victim but not two, so that one comes back by a copy and another is computed again.
-POOLS = {1: (572, 32), 16: (50, 2), 64: (10, 2)}
+POOLS = {1: (558, 48), 16: (50, 2), 64: (15, 2)}
 NUM_SAMPLES_BEFORE_FORK = 6
+TEMPLATE_TOKENS = 8  # what all chats begin with; a hit of no more is a cold one
 
 
 @dataclass
@@ -63,7 +64,7 @@ def _counts(engine: ModelEngine) -> dict[str, int]:
     requests = list(engine.requests.values())
     return {
         "hit_tokens": sum(request.hits[0] for request in requests if request.hits),
-        "cold": sum(request.hits[0] == 0 for request in requests if request.hits),
+        "cold": sum(request.hits[0] < TEMPLATE_TOKENS for request in requests if request.hits),
         "preemptions": sum(request.num_preemptions for request in requests),
         "swapped_tokens": sum(request.swapped_tokens for request in requests),
         "recomputed_tokens": sum(request.recomputed_tokens for request in requests),

@@ -23,6 +23,7 @@ from support.model_cells import CellRun, make_engine, run_cell  # noqa: E402
 from support.threads import one_thread  # noqa: E402
 
 FORKED = "long0"
+pytestmark = pytest.mark.timeout(600)  # the first test loads the model and computes the references: 40 s of CPU time
 
 
 @pytest.fixture(scope="module", autouse=True)
