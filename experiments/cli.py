@@ -11,6 +11,7 @@ import typer
 from kvarena.experiments.bench.cli import bench_app
 from kvarena.experiments.commands import add_commands
 from kvarena.experiments.engine.commands import add_run_command
+from kvarena.experiments.fork_commands import add_fork_command
 from kvarena.experiments.study_commands import add_study_commands
 from kvarena.experiments.model.cli import add_generate_command
 from kvarena.experiments.traces.cli import trace_app
@@ -72,6 +73,7 @@ add_commands(app)
 add_run_command(app)
 add_generate_command(app)
 add_study_commands(app)
+add_fork_command(app)
 
 
 @app.command(epilog="Example: kvarena scenario tests/golden/scenarios --allocator token --page-size 16 --out out/logs")

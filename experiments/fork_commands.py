@@ -1,0 +1,33 @@
+"""The command of the fork study."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def add_fork_command(app: typer.Typer) -> None:
+    """Mount the command of this module."""
+    app.command(epilog="Example: kvarena forks --requests 200 --out forks.csv")(forks)
+
+
+def forks(
+    requests: Annotated[int, typer.Option(help="Requests a cell.", min=1)] = 100,
+    seed: Annotated[int, typer.Option(help="Of lengths and beams.", min=0)] = 0,
+    scale: Annotated[float, typer.Option(help="How decided the random language model is, nats a rank.")] = 2.0,
+    out: Annotated[Path | None, typer.Option(help="Write the table: .csv or .parquet.")] = None,
+) -> None:
+    """Say how much memory parallel samples and beams save by sharing pages, beside the published figures."""
+    from kvarena.experiments.forking import Model, frame, savings_table, study
+    from kvarena.experiments.study import write_table
+    from rich.console import Console
+
+    if out is not None and out.suffix not in (".csv", ".parquet"):
+        raise ValueError(f"--out: expected a file .csv or .parquet, found {out}")
+    rows = study(requests=requests, seed=seed, model=Model(scale))
+    if out is not None:
+        write_table(frame(rows), out)
+    console = Console()
+    Console(width=None if console.is_terminal else 140).print(savings_table(rows))
