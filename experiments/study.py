@@ -91,9 +91,11 @@ def bounds_table(result: Result, table: pd.DataFrame) -> Table:
         shown.add_column(head, justify="left" if head == "allocator" else "right")
     columns = ["random", "policy", "clairvoyant", "infinite"]
     means = table.groupby(["pool_bytes", "allocator"], sort=False)[[*columns, "regret"]].mean()
-    for (pool, name), row in means.iterrows():
+    for row in means.reset_index().to_dict("records"):
         rates = ["" if pd.isna(row[column]) else f"{100 * row[column]:.2f} %" for column in columns]
-        shown.add_row(format_bytes(pool), printable(result.labels[name]), *rates, f"{row['regret']:.2f}")
+        shown.add_row(
+            format_bytes(row["pool_bytes"]), printable(result.labels[row["allocator"]]), *rates, f"{row['regret']:.2f}"
+        )
     if not table["proven"].all():
         shown.caption = "replies of overlapping requests: clairvoyant is a mark here, not a bound"
     return shown

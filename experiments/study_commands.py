@@ -72,7 +72,7 @@ def explain(
 
     if out is not None and out.suffix not in (".csv", ".parquet"):
         raise ValueError(f"--out: expected a file .csv or .parquet, found {out}")
-    tick = None if quiet else _ticker()
+    tick = None if quiet else _Ticker()
     if result is not None:
         if trace is not None or set_:
             raise ValueError("explain: RESULT says what was run; --trace and --set are for explaining without one")
@@ -80,21 +80,28 @@ def explain(
     else:
         found = explain_trace(trace, allocator, pool, seed, set_ or [], tick)
     if tick is not None:
-        print(file=sys.stderr)
+        tick.end()
     _write_table(found, out)
     _print_explanations(found, request)
 
 
-def _ticker() -> Any:
-    count = 0
+class _Ticker:
+    """Counts replayed requests on stderr."""
 
-    def tick() -> None:
-        nonlocal count
-        count += 1
-        if count % 500 == 0 or count == 1:
-            print(f"\rreplayed {count:,} requests", end="", file=sys.stderr, flush=True)
+    def __init__(self) -> None:
+        self._count = 0
 
-    return tick
+    def __call__(self) -> None:
+        self._count += 1
+        if self._count % 500 == 0:
+            self._show("")
+
+    def _show(self, end: str) -> None:
+        print(f"\rreplayed {self._count:,} requests", end=end, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """The last count, and a line of its own for what comes next."""
+        self._show("\n")
 
 
 def _write_table(found: list[Explanation], out: Path | None) -> None:

@@ -101,6 +101,8 @@ def open_sweep(path: Path | str) -> SweepResult:
 
 def _carry_out(folder: Path, cells: list[SweepCell], workers: Workers, shown: bool) -> None:
     waiting = [cell for cell in cells if not _finished(folder, cell.key)]
+    if shown and len(waiting) < len(cells):
+        print(f"{len(cells) - len(waiting)} of {len(cells)} cells are finished already", file=sys.stderr)
     if not waiting:
         return
     with _Progress(len(cells), len(waiting), shown) as bar, contextlib.closing(workers.outcomes(waiting)) as outcomes:
@@ -219,8 +221,6 @@ class _Progress:
     def __enter__(self) -> _Progress:
         if not self._shown:
             return self
-        if self._waiting < self._total:
-            print(f"{self._total - self._waiting} of {self._total} cells are finished already", file=sys.stderr)
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -33,7 +33,7 @@ def test_a_result_is_explained_and_the_table_of_all_requests_adds_up(folder, tmp
         assert done.returncode == 0, done.stderr
         assert "Where the prompt tokens of 78 requests went, pool 250 MiB" in done.stdout
         assert "was cached, and its page was evicted" in done.stdout
-        assert "replayed" in done.stderr
+        assert "replayed 156 requests" in done.stderr
         table = pd.read_csv(tmp_path / name) if name.endswith("csv") else pd.read_parquet(tmp_path / name)
         assert (table["hit_tokens"] + table[list(REASONS)].sum(axis=1) == table["num_prompt_tokens"]).all()
         assert table["allocator"].unique().tolist() == ["vllm", "sglang"]

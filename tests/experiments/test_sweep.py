@@ -308,6 +308,8 @@ def test_the_command_says_how_far_it_is_and_what_failed(tmp_path):
     assert "cell 1 of 2: pool=600 MiB; about" in errors
     assert "cell 2 of 2: pool=1 MiB: FAILED, ValueError: pool: 1048576 bytes hold no page" in errors
     assert "failed: {'pool': '1 MiB'}: ValueError" in errors
+    again = start("sweep", config, "--out", tmp_path / "out", "--jobs", 1).communicate(timeout=120)[1]
+    assert again.startswith("1 of 2 cells are finished already\ncell 2 of 2: ")
     index = json.loads((tmp_path / "out" / "sweep.json").read_text())
     assert [cell["state"] for cell in index["cells"]] == ["finished", "failed"]
 
