@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from kvarena.experiments.sweep_plan import SweepCell
+from kvarena.experiments.sweep_plan import SweepCell, code_digest
 
 RETRIES = 3  # of a cell whose Ray node or process died
 
@@ -50,8 +50,11 @@ class Workers(Protocol):
     def outcomes(self, cells: list[SweepCell]) -> Outcomes: ...
 
 
-def carry_out(cell: SweepCell, folder: str) -> Outcome:
-    """Run one cell in working folder `folder` (relative traces lie there). Never raises for a fault of the cell."""
+def carry_out(cell: SweepCell, folder: str, code: str) -> Outcome:
+    """Run one cell in working folder `folder` (relative traces lie there), if this process has the sweep's code: its
+    files may have been edited meanwhile, or a node may have another version. Never raises for a fault of the cell."""
+    if code_digest() != code:
+        return Outcome(error="the code of this worker is not that of the sweep: edited meanwhile, or another version")
     try:
         with contextlib.chdir(folder) if os.path.isdir(folder) else contextlib.nullcontext():
             return Outcome(_result_files(cell))
@@ -110,7 +113,7 @@ class LocalWorkers:
             try:
                 while waiting or flying:
                     while waiting and len(flying) < count:
-                        flying[pool.submit(carry_out, waiting[0], os.getcwd())] = waiting[0]
+                        flying[pool.submit(carry_out, waiting[0], os.getcwd(), code_digest())] = waiting[0]
                         waiting.popleft()
                     for future in wait(flying, return_when=FIRST_COMPLETED).done:
                         outcome = future.result()
@@ -153,7 +156,8 @@ def _end_with(line: Connection) -> None:
 class RayWorkers:
     """Nodes of a Ray cluster: "local" starts one on this machine, anything else is the address of one that runs.
 
-    Every node needs this version of kvarena and the trace. A cell whose node dies is run again on another.
+    Every node needs this very version of kvarena, which is checked, and the trace. A cell whose node dies is run again
+    on another.
     """
 
     def __init__(self, address: str, jobs: int | None = None) -> None:
@@ -171,7 +175,7 @@ class RayWorkers:
         if started:
             self._connect()
         task = ray.remote(num_cpus=1, max_retries=RETRIES)(carry_out)
-        flying = {task.remote(cell, os.getcwd()): cell for cell in cells}
+        flying = {task.remote(cell, os.getcwd(), code_digest()): cell for cell in cells}
         try:
             while flying:
                 for ref in ray.wait(list(flying), num_returns=1)[0]:

@@ -16,7 +16,7 @@ import pytest
 from kvarena.experiments import sweep_plan
 from kvarena.experiments.config import config_from_mapping
 from kvarena.experiments.sweep import open_sweep, sweep
-from kvarena.experiments.sweep_plan import load_sweep, points, sweep_cells
+from kvarena.experiments.sweep_plan import code_digest, load_sweep, points, sweep_cells
 from kvarena.experiments.sweep_workers import LocalWorkers, Outcome, carry_out
 from support.sweeps import BASE, GRID, DeadlyCell, config_file, finished, group_is_gone, start, wait_for, written
 
@@ -131,7 +131,7 @@ def test_every_cell_is_a_result_and_the_table_holds_them_all(undisturbed):
         rows = done.table[done.table["cell"] == cell.key]
         assert rows["token_hit_rate"].tolist() == result.summary["token_hit_rate"].tolist()
         assert (rows["sweep.live"] == cell.point["live"]).all()
-        assert set(carry_out(cell, ".").files) == {path.name for path in result.path.iterdir()}
+        assert set(carry_out(cell, ".", code_digest()).files) == {path.name for path in result.path.iterdir()}
 
 
 def test_the_number_of_processes_does_not_matter(undisturbed, tmp_path):
@@ -188,6 +188,13 @@ def test_engine_runs_are_swept_by_the_same_command(tmp_path):
     assert not done.failures
     assert done.result(done.cells[1]["key"]).manifest["kind"] == "run"
     assert done.table["sweep.scheduler"].tolist() == ["vllm", "sglang"]
+
+
+def test_a_worker_with_other_code_does_not_carry_out_a_cell():
+    (cell,) = sweep_cells({**BASE, "sweep": {"live": [1]}})
+    outcome = carry_out(cell, ".", "another version")
+    assert outcome.failed
+    assert "not that of the sweep" in outcome.error
 
 
 # --- processes that die ---
