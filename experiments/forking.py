@@ -15,9 +15,9 @@ undecided steps alternate (`Model`). Lengths are log-normal with the mean prompt
 its two data sets; cached pages that nobody holds are not counted.
 
 Against the published figures (block, 16 tokens a page): parallel samples depend on lengths alone and agree. Wide beams
-save more here, because the beams of a random model meet again within a few tokens, while a real one keeps unlike
-beams alive for longer; the more decided the model (`scale`), the nearer. With one slot a page nothing is copied and
-the partial page is shared too, which is most of the difference on short prompts.
+save more here, most likely because the beams of a random model have a common ancestor sooner than a real one's; the
+more decided the model (`scale`), the nearer, but the difference stays on long replies. With one slot a page nothing is
+copied, and the last tokens of a prompt are shared too.
 """
 
 from __future__ import annotations
