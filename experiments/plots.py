@@ -85,7 +85,7 @@ def _hit_rate(result: Result, ax: Axes) -> Axes:
     if seeds > 1:
         ax.fill_between([], [], [], color="#555555", alpha=BAND_ALPHA, linewidth=0, label=f"range over {seeds} seeds")
     ax.set_ylabel("token hit rate (%)")
-    ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
+    ax.set_ylim(min(0.0, ax.get_ylim()[0]), max(1.0, ax.get_ylim()[1]))
     _pool_axis(ax, result.summary)
     return _finish(ax, result.summary)
 
@@ -102,6 +102,8 @@ def difference(result: Result, ax: Axes | None = None) -> Axes:
     ax.axhline(0, color="#555555", linewidth=1, linestyle=":")
     ax.set_ylabel(f"minus {look[first].label.partition(' (')[0]}\n(points)")
     ax.margins(y=0.15)
+    # Rounding errors are no difference: without this, an axis of 1e-17 would show them.
+    ax.set_ylim(min(-0.05, ax.get_ylim()[0]), max(0.05, ax.get_ylim()[1]))
     _pool_axis(ax, result.summary)
     if not others or not len(result.summary):
         _say_no_data(ax)
@@ -184,7 +186,7 @@ def waste(result: Result, ax: Axes | None = None) -> Axes:
             value = table.loc[table["allocator"] == name, column].astype(float).mean() / 2**20
             y = row + (place - (len(look) - 1) / 2) * height
             shown = 0.0 if math.isnan(value) else value
-            ax.barh(y, shown, height * 0.9, color=look[name].colour, label=look[name].label if row == 0 else None)
+            ax.barh(y, shown, height * 0.9, label=look[name].label if row == 0 else None, **_bar(look[name]))
             text = "no data" if math.isnan(value) else f"{value:.3g}"
             ax.annotate(text, (shown, y), (3, 0), textcoords="offset points", va="center", fontsize=7)
             largest = max(largest, shown)
@@ -225,10 +227,10 @@ def allocator_time(result: Result, ax: Axes | None = None) -> Axes:
         rows = table[table["allocator"] == name].groupby("verb")[["p50_us", "p99_us"]].mean() if len(table) else table
         rows = rows.reindex(VERBS) if len(rows) else rows
         if not len(rows):
-            ax.bar([], [], color=look[name].colour, label=f"{look[name].label}: no data")
+            ax.bar([], [], label=f"{look[name].label}: no data", **_bar(look[name]))
             continue
         x = [i + (place - (len(look) - 1) / 2) * width for i in range(len(VERBS))]
-        ax.bar(x, rows["p50_us"], width * 0.9, color=look[name].colour, label=look[name].label)
+        ax.bar(x, rows["p50_us"], width * 0.9, label=look[name].label, **_bar(look[name]))
         ax.vlines(x, rows["p50_us"], rows["p99_us"], color=look[name].colour, linewidth=1.2)
         ax.plot(x, rows["p99_us"], "_", color=look[name].colour, markersize=8)
     ax.set_xticks(range(len(VERBS)), list(VERBS))
@@ -264,6 +266,10 @@ def draw_series(
     ax.plot(list(x), values, linestyle=look.dashes, color=look.colour, label=text or None, **marker)
     if band is not None and any(a != b for a, b in zip(*band, strict=True)):
         ax.fill_between(list(x), list(band[0]), list(band[1]), color=look.colour, alpha=BAND_ALPHA, linewidth=0)
+
+
+def _bar(look: Look) -> dict[str, Any]:
+    return {"color": look.colour, "hatch": look.hatch, "edgecolor": "white", "linewidth": 0}
 
 
 def _band(result: Result, table: pd.DataFrame) -> tuple[Any, Any] | None:

@@ -38,6 +38,7 @@ caption { text-align: left; font-weight: 600; padding: .3rem 0; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid #d9dfe6; text-align: right; }
 thead th { border-bottom: 2px solid #7a93ac; vertical-align: bottom; }
 tr > th:first-child { text-align: left; font-weight: 400; }
+td { white-space: nowrap; }
 .note { color: #5b6b7d; font-size: .85rem; margin: 0; }
 figure { margin: 1.5rem 0; } figure img { max-width: 100%; height: auto; }
 figcaption { color: #5b6b7d; font-size: .9rem; }

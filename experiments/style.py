@@ -17,6 +17,7 @@ CUSTOM_COLOURS = ("#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = {"block": "o", "token": "s", "exact": "^", "contiguous": "D"}
 PRESET_PAGE = {"block": 16, "token": 1, "exact": 1, "contiguous": 1}
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (5, 1, 1, 1)))
+HATCHES = ("", "////", "....", "xxxx")
 STATE_COLOURS = {"in use": "#1B2A41", "evictable": "#7A93AC", "free": "#E3E9EF"}
 SHADE_A_STEP = 0.16  # of the way to black or white for each doubling of the page size
 FORMATS = ("pdf", "svg", "png")
@@ -49,18 +50,20 @@ WIDTHS_IN = {"single": 3.35, "double": 7.0}
 
 @dataclass(frozen=True)
 class Look:
-    """How one allocator is drawn. Hollow markers keep the one below visible where two curves meet."""
+    """How one allocator is drawn. Hollow markers keep the one below visible where two curves meet; the hatch does for
+    bars what dashes do for lines."""
 
     label: str
     colour: str
     marker: str
     dashes: Any
     face: str
+    hatch: str = ""
 
 
 def looks(entries: Iterable[Mapping[str, Any]]) -> dict[str, Look]:
     """A look for each allocator of a result. Kind gives the hue, page size the shade; where both are equal, dashes
-    tell them apart. So an allocator has the same colour in every figure, whatever stands beside it.
+    and hatches tell them apart. So an allocator has the same colour in every figure, whatever stands beside it.
 
     Order: kinds as they come, within a kind by page size, as a number.
     """
@@ -80,7 +83,7 @@ def looks(entries: Iterable[Mapping[str, Any]]) -> dict[str, Look]:
         used[colour] = turn + 1
         marker, dashes = MARKERS.get(kind, "v"), DASHES[turn % len(DASHES)]
         face = "white" if chosen else colour
-        chosen[entry["name"]] = Look(entry["label"], colour, marker, dashes, face)
+        chosen[entry["name"]] = Look(entry["label"], colour, marker, dashes, face, HATCHES[turn % len(HATCHES)])
     return chosen
 
 

@@ -198,7 +198,7 @@ def result_tables(result: Result) -> Iterator[Any]:
     for head, lines in remarks(result):
         yield Text(head, style="bold")
         for line in lines:
-            yield Padding(Text(line), (0, 0, 0, 2))
+            yield Padding(Text(line), (0, 0, 0, 2), expand=False)
 
 
 def result_html(result: Result) -> str:

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from kvarena.allocators.config import block, token
 from kvarena.experiments import plots
+from kvarena.experiments.compare import compare
 from kvarena.experiments.style import (
     KIND_COLOURS,
     STYLE,
@@ -238,6 +239,26 @@ def test_page_sizes_of_a_kind_are_shades_and_equal_ones_are_dashes():
     assert found["block16"].colour != found["block64"].colour
     assert found["block16"].colour == found["other"].colour
     assert found["block16"].dashes != found["other"].dashes
+    assert found["block16"].hatch != found["other"].hatch
+
+
+def test_bars_of_one_colour_are_told_apart():
+    result = small(allocators=["token:page_size=16", "token:page_size=64"], pool="700 MiB")
+    one, two = plots.looks(result.manifest["allocators"]).values()
+    assert one.colour == two.colour
+    for plot in (plots.waste, plots.allocator_time):
+        bars = plot(result).patches
+        assert {(bar.get_facecolor(), bar.get_hatch()) for bar in bars} == {
+            (bars[0].get_facecolor(), look.hatch) for look in (one, two)
+        }
+
+
+def test_designs_that_do_not_differ_give_a_flat_line_and_no_tiny_scale():
+    result = compare([[1, 2, 3], [4, 5, 6]], pool="1 GiB", kernel_batches=0)
+    upper = plots.hit_rate(result)
+    lower = upper.get_figure().axes[1]
+    assert upper.get_ylim()[1] >= 1
+    assert lower.get_ylim() == (-0.05, 0.05)
 
 
 def luminance(colour):
