@@ -12,8 +12,8 @@ from kvarena.experiments.bench.cli import bench_app
 from kvarena.experiments.commands import add_commands
 from kvarena.experiments.engine.commands import add_run_command
 from kvarena.experiments.fork_commands import add_fork_command
-from kvarena.experiments.study_commands import add_study_commands
 from kvarena.experiments.model.cli import add_generate_command
+from kvarena.experiments.study_commands import add_study_commands
 from kvarena.experiments.traces.cli import trace_app
 
 app = typer.Typer(
