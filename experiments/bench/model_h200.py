@@ -34,7 +34,7 @@ from kvarena.experiments.model.loading import random_model
 from kvarena.experiments.model.parallel import init_ranks, shard_model
 from kvarena.kernels.pool import KVPool
 
-LLAMA_8B = {
+LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256,
     "hidden_size": 4096,
     "intermediate_size": 14336,

@@ -85,7 +85,8 @@ class ModelExecutor:
 
     def _input_ids(self, plan: StepPlan) -> Tensor:
         """Token ids of the batch, int64 [T]."""
-        ids, unknown = [], []
+        ids: list[int] = []
+        unknown: list[tuple[int, int]] = []  # place in the batch, row of its request
         for entry in plan.batch:
             seq = entry.request.seq
             known = seq.token_ids[entry.num_before : entry.end].tolist()

@@ -44,7 +44,7 @@ class PagedLayer(CacheLayerMixin):
     def __init__(self, holder: StepHolder, key_cache: Tensor, value_cache: Tensor) -> None:
         super().__init__()
         self.holder = holder
-        self.keys, self.values = key_cache, value_cache
+        self.key_cache, self.value_cache = key_cache, value_cache
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -53,8 +53,8 @@ class PagedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store k, v [1, HKV, T, D] through the step's slot mapping; returns the layer's pool [P, S, HKV, D]."""
         k, v = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        self.holder.step.store(k, v, self.keys, self.values)
-        return self.keys, self.values
+        self.holder.step.store(k, v, self.key_cache, self.value_cache)
+        return self.key_cache, self.value_cache
 
     def get_seq_length(self) -> int:
         """0: positions are given with every call, there is no one length."""

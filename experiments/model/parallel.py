@@ -50,7 +50,7 @@ def _keep_columns(linear: nn.Linear, rank: int, size: int) -> None:
     linear.weight = _part(linear.weight, 1, rank, size)
     linear.in_features //= size
     if rank:  # the sum takes a bias once
-        linear.bias = None
+        linear.register_parameter("bias", None)
 
 
 def _part(tensor: Tensor, dim: int, rank: int, size: int) -> nn.Parameter:
