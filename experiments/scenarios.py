@@ -11,6 +11,7 @@ import gzip
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -241,12 +242,15 @@ def scenario_files(path: Path) -> list[Path]:
 
 def write_log(lines: Iterable[dict[str, Any]], out: Path) -> None:
     """Write a decision log under a temporary name and rename it, so that a half log never stands."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "w", encoding="utf-8") as file:
             for line in lines:
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
         partial.replace(out)
+    except OSError as error:
+        raise ValueError(f"{out}: cannot be written ({error.strerror})") from None
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)

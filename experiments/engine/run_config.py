@@ -26,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-PositiveFloat = Annotated[float, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 # Servers as they come. vLLM 0.32.0: class defaults of a server on a card of 70 GiB or more. SGLang 0.5.22: the budget
@@ -85,13 +85,13 @@ class RunEngineConfig(_Section):
     whole_prompt_gate: bool = True
     max_num_active_seqs: PositiveInt | None = None
     adaptive_cap: bool = False
-    conservativeness: Annotated[float, Field(ge=0)] = 1.0
+    conservativeness: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     executor: Literal["simulated"] = "simulated"
     host: Literal["ours", "none", "ours-block", "ours-token", "vllm", "sglang"] = "ours"
-    host_base_us: Annotated[float, Field(ge=0)] = 0.0
+    host_base_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     step_times: StrictStr | None = None
     sessions: Literal["open", "closed"] = "open"
-    think_s: Annotated[float, Field(ge=0)] | None = None
+    think_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     speed: PositiveFloat = 1.0
     host_pool: StrictStr | None = None
     declared: Literal["cap", "true", "noisy"] = "cap"
@@ -202,6 +202,10 @@ def run_config(data: Mapping[str, Any], sets: Iterable[str] = ()) -> RunConfig:
     if "engine" in preset:
         given["engine"] = {**preset["engine"], **given.get("engine", {})}
         given.setdefault("allocator", preset["allocator"])
+    stated = given.get("allocator")
+    if isinstance(stated, dict) and not {"name", "kind"} & set(stated):
+        # Fields alone say what differs from the allocator that runs otherwise.
+        given["allocator"] = {**preset.get("allocator", {"name": "vllm"}), **stated}
     try:
         config = RunConfig.model_validate(given)
     except ValidationError as error:

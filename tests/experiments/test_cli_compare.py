@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -256,6 +257,15 @@ def test_interrupt_leaves_nothing_and_exits_130(tmp_path):
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_decision_log_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    scenario = sorted((Path(__file__).parents[1] / "golden" / "scenarios").glob("*.jsonl*"))[0]
+    done = kvarena("scenario", scenario, "--out", tmp_path / "file" / "log.jsonl")
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "log.jsonl: cannot be written" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 # --- the demo, and what it must not need ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,13 @@ def test_a_preset_is_a_whole_server_and_what_is_stated_wins() -> None:
     assert run_config({"preset": "vllm-0.32.0"}, ["allocator.kind=token"]).entry().kind == "token"
 
 
+@pytest.mark.parametrize(("preset", "kind"), [("vllm-0.32.0", "block"), ("sglang-0.5.22", "token"), (None, "block")])
+def test_a_field_of_the_allocator_alone_changes_that_field_alone(preset: str | None, kind: str) -> None:
+    data = {} if preset is None else {"preset": preset}
+    for chosen in (run_config(data, ["allocator.page_size=32"]), run_config({**data, "allocator": {"page_size": 32}})):
+        assert (chosen.entry().kind, chosen.entry().page_size) == (kind, 32)
+
+
 @pytest.mark.parametrize(
     ("data", "says"),
     [
@@ -160,6 +168,9 @@ def test_a_preset_is_a_whole_server_and_what_is_stated_wins() -> None:
         ({"engine": {"max_num_seqs": 2.5}}, r"engine\.max_num_seqs"),
         ({"engine": {"max_num_seqs": 512, "max_num_batched_tokens": 64}}, "less than max_num_seqs"),
         ({"engine": {"speed": -1.0}}, r"engine\.speed"),
+        ({"engine": {"speed": math.inf}}, r"engine\.speed"),
+        ({"engine": {"think_s": math.inf}}, r"engine\.think_s"),
+        ({"allocator": "vllm"}, r"allocator"),
         ({"pool": {"pool": "16"}}, r"pool\.pool"),
         ({"preset": "orca"}, "preset"),
         ({"colour": 1}, "colour: unknown key"),
