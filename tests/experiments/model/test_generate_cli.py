@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("torch", reason="a real model needs torch")
 
-from kvarena.experiments.cli import app  # noqa: E402
-from kvarena.experiments.model import loading  # noqa: E402
-from support.threads import one_thread  # noqa: E402
-from typer.testing import CliRunner  # noqa: E402
+from kvarena.experiments.cli import app
+from kvarena.experiments.model import loading
+from support.threads import one_thread
+from typer.testing import CliRunner
 
 if loading.missing():
     pytest.skip(loading.missing(), allow_module_level=True)

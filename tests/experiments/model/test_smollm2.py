@@ -7,6 +7,7 @@ fork. Answers that part where the model's two best logits are closer than 1e-4 a
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,12 @@ from kvarena.experiments.model.loading import missing  # noqa: E402
 if missing():
     pytest.skip(missing(), allow_module_level=True)
 
-from kvarena.experiments.model.loading import load_smollm2  # noqa: E402
-from support.chats import NUM_TOKENS, compare, fork_reference, prompts, references  # noqa: E402
+from kvarena.allocators.config import make_allocator  # noqa: E402
+from kvarena.experiments.engine.paged_memory import MemoryOptions  # noqa: E402
+from kvarena.experiments.engine.scheduler import SchedulerConfig  # noqa: E402
+from kvarena.experiments.model.generate import ModelEngine  # noqa: E402
+from kvarena.experiments.model.loading import load_smollm2, load_tokenizer  # noqa: E402
+from support.chats import NUM_TOKENS, compare, fork_reference, own_answers, prompts, references  # noqa: E402
 from support.model_cells import CellRun, make_engine, run_cell  # noqa: E402
 from support.threads import one_thread  # noqa: E402
 
@@ -59,3 +64,23 @@ def test_greedy_output_is_the_models_own(kind: str, page_size: int, table: str) 
     assert run.counts["swapped_tokens"] > 0
     assert run.counts["recomputed_tokens"] > 0
     assert run.fork_shares > 0 or page_size == 64  # no whole page to share in 51 tokens
+
+
+@pytest.mark.parametrize(("kind", "table"), [("block", "block_table"), ("token", "req_to_token")])
+def test_triton_kernels_give_the_models_own_output(kind: str, table: Any) -> None:
+    """A thin slice for the interpreter: two prompts of a handful of tokens, the second hits the first's page."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    if torch.cuda.is_available():
+        pytest.skip("the model of this test lies on the CPU")
+    encode = load_tokenizer()
+    texts = ("The capital of France is", "The capital of France was")
+    prompts = {text: encode(text, add_special_tokens=False)["input_ids"] for text in texts}
+    wanted = dict(zip(texts, own_answers(load_smollm2(), list(prompts.values()), 2), strict=True))
+    limits = SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=2, max_model_len=32)
+    allocator = make_allocator({"kind": kind, "page_size": 4}, num_pages=8)
+    engine = ModelEngine(load_smollm2(), allocator, limits=limits, options=MemoryOptions(backend="triton", table=table))
+    for text, prompt in prompts.items():
+        engine.add(text, prompt, 2)
+        engine.run()
+        assert not compare(text, engine.output(text), wanted[text]).startswith("fault")
+    assert engine.requests[texts[1]].hits == [4]
