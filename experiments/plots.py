@@ -215,8 +215,8 @@ def evictions(result: Result, ax: Axes | None = None) -> Axes:
 
 @_styled
 def allocator_time(result: Result, ax: Axes | None = None) -> Axes:
-    """Measured time of one call of each verb at the reference pool: bar = median wall time, line up to the 99th
-    percentile."""
+    """Measured time of one call of each verb at the reference pool: marker = median wall time, line up to the
+    99th percentile. No bars: on a log axis their length would mean nothing."""
     ax = ax or _new_axes((6.4, 3.4))
     look = _looks(result)
     table = result.timings
@@ -227,11 +227,12 @@ def allocator_time(result: Result, ax: Axes | None = None) -> Axes:
         rows = table[table["allocator"] == name].groupby("verb")[["p50_us", "p99_us"]].mean() if len(table) else table
         rows = rows.reindex(VERBS) if len(rows) else rows
         if not len(rows):
-            ax.bar([], [], label=f"{look[name].label}: no data", **_bar(look[name]))
+            ax.plot([], [], label=f"{look[name].label}: no data", **_point(look[name]))
             continue
         x = [i + (place - (len(look) - 1) / 2) * width for i in range(len(VERBS))]
-        ax.bar(x, rows["p50_us"], width * 0.9, label=look[name].label, **_bar(look[name]))
-        ax.vlines(x, rows["p50_us"], rows["p99_us"], color=look[name].colour, linewidth=1.2)
+        ax.plot([], [], label=look[name].label, **_point(look[name]))
+        ax.plot(x, rows["p50_us"], zorder=3, **{**_point(look[name]), "linestyle": "none"})
+        ax.vlines(x, rows["p50_us"], rows["p99_us"], color=look[name].colour, linestyle=look[name].dashes)
         ax.plot(x, rows["p99_us"], "_", color=look[name].colour, markersize=8)
     ax.set_xticks(range(len(VERBS)), list(VERBS))
     if len(table):
@@ -266,6 +267,11 @@ def draw_series(
     ax.plot(list(x), values, linestyle=look.dashes, color=look.colour, label=text or None, **marker)
     if band is not None and any(a != b for a, b in zip(*band, strict=True)):
         ax.fill_between(list(x), list(band[0]), list(band[1]), color=look.colour, alpha=BAND_ALPHA, linewidth=0)
+
+
+def _point(look: Look) -> dict[str, Any]:
+    face = {"markerfacecolor": look.face, "markeredgewidth": 1.2}
+    return {"color": look.colour, "marker": look.marker, "linestyle": look.dashes, **face}
 
 
 def _bar(look: Look) -> dict[str, Any]:
