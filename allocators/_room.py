@@ -1,8 +1,8 @@
-"""Page counts, the admission test and a check of arguments, as the two baselines use them."""
+"""Page counts and the admission test, as the two baselines use them."""
 
 from __future__ import annotations
 
-from kvarena.allocators.interface import Gate, Sequence
+from kvarena.allocators.interface import Gate
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
@@ -27,10 +27,3 @@ def admits(gate: Gate, num_tokens: int, page_size: int, free_pages: int) -> bool
     else:
         need, room = num_tokens + gate.headroom, free_pages * page_size
     return need < room if gate.strict else need <= room
-
-
-def refuse_twice(seqs: list[Sequence]) -> None:
-    """Raise ValueError when a sequence stands twice in one call, before it is given back twice."""
-    if len(seqs) > 1 and len({seq.request_id for seq in seqs}) < len(seqs):
-        names = [seq.request_id for seq in seqs]
-        raise ValueError(f"request {next(n for n in names if names.count(n) > 1)} stands twice in one call")

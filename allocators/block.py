@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvarena.allocators import block_fork
+from kvarena.allocators._arguments import check_reason, refuse_twice, whole
 from kvarena.allocators.block_check import describe, problems
 from kvarena.allocators.block_hashed import HashedPages
 from kvarena.allocators.block_rows import PageStore, Plan, Row
@@ -124,12 +125,15 @@ class BlockAllocator(KVAllocator):
         On a refusal nothing is taken; pages that left a window are freed all the same (vLLM 0.32.0).
         """
         rows = self._rows
+        asked = wants if type(wants) is list else list(wants)
+        if len(asked) > 1 and len({seq for seq, _ in asked}) < len(asked):
+            refuse_twice(seq for seq, _ in asked)
         answers: list[Reservation] = []
         work: list[Plan] = []
-        for seq, n in wants:
+        for seq, n in asked:
             row = rows.get(seq.request_id)
-            if row is not None and row.seq is seq and 0 < n <= row.settled - seq.num_computed_tokens:
-                answers.append(row.nothing_new())
+            if row is not None and row.seq is seq and type(n) is int and 0 < n <= row.settled - seq.num_computed_tokens:
+                answers.append(row.no_change or row.nothing_new())
                 continue
             plan = self._plan(seq, n)
             plan.place = len(answers)
@@ -138,8 +142,6 @@ class BlockAllocator(KVAllocator):
         return self._serve_all(work, answers) if work else answers
 
     def _serve_all(self, work: list[Plan], answers: list[Reservation]) -> list[Reservation] | None:
-        if len(work) > 1 and len({plan.row for plan in work}) < len(work):
-            raise ValueError("reserve: a sequence stands twice in one call")
         served = self._num_served(work)
         if served < len(work):
             self._refuse(work, served)
@@ -155,6 +157,8 @@ class BlockAllocator(KVAllocator):
         row = self._rows.get(seq.request_id) or self._pins.get(seq.request_id)
         if row is None or row.seq is not seq:
             raise ValueError(f"request {seq.request_id!r} is not live: pin it before reserving for it")
+        if type(n) is not int:
+            n = whole(n, f"request {seq.request_id!r}: tokens to reserve")
         end = seq.num_computed_tokens + n
         if n < 1 and (n < 0 or end == 0 or seq.request_id in self._rows):
             raise ValueError(f"request {seq.request_id!r}: expected n >= 1 tokens, found {n}")
@@ -288,6 +292,8 @@ class BlockAllocator(KVAllocator):
         row = self._rows.get(seq.request_id)
         if row is None or row.seq is not seq:
             raise ValueError(f"request {seq.request_id!r} is not live: reserve before committing")
+        if type(n) is not int:
+            n = whole(n, f"request {seq.request_id!r}: tokens to commit")
         if not 0 <= n <= len(row.pages) * self.page_size:
             raise ValueError(
                 f"request {seq.request_id!r}: commits {n} tokens, has slots for {len(row.pages) * self.page_size}"
@@ -303,19 +309,24 @@ class BlockAllocator(KVAllocator):
         if n > row.committed:
             self._wasted -= n - row.committed
             row.committed = n
-        return Commit(seq, duplicates=duplicates) if duplicates else row.nothing_published()
+        return Commit(seq, duplicates=duplicates) if duplicates else row.no_publication or row.nothing_published()
 
     def release(self, seqs: Iterable[Sequence], reason: Release) -> Released:
-        """Free each sequence's pages, last page first. A sequence that holds nothing is passed over.
+        """Free each sequence's pages, last page first.
 
         ABORT also takes back what was published but not committed.
         """
+        check_reason(reason)
+        leaving = list(seqs)
+        refuse_twice(leaving)
+        for seq in leaving:
+            self._check_held(seq)
         freed: PageIds = ()
         cached: PageIds = ()
         evicted: PageIds = ()
-        for seq in seqs:
+        for seq in leaving:
             row = self._remove_row(seq)
-            if row is None or not row.held:
+            if not row.held:
                 continue
             if reason is Release.ABORT:
                 evicted = _joined(evicted, self._unpublish(row))
@@ -325,14 +336,16 @@ class BlockAllocator(KVAllocator):
                 self.events.add(EventKind.RELEASE, seq.request_id, filter(None, row.pages[::-1]), reason.value)
         return Released(freed, cached, evicted)
 
-    def _remove_row(self, seq: Sequence) -> Row | None:
-        live = self._rows if seq.request_id in self._rows else self._pins
-        row = live.get(seq.request_id)
+    def _check_held(self, seq: Sequence) -> None:
+        row = self._rows.get(seq.request_id) or self._pins.get(seq.request_id)
         if row is None:
-            return None
+            raise ValueError(f"request {seq.request_id!r} is not live: it has nothing to release")
         if row.seq is not seq:
-            raise ValueError(f"request {seq.request_id!r}: another sequence of this id is live")
-        del live[seq.request_id]
+            raise ValueError(f"request {seq.request_id!r} is not live: another sequence of this id is live")
+
+    def _remove_row(self, seq: Sequence) -> Row:
+        live = self._rows if seq.request_id in self._rows else self._pins
+        row = live.pop(seq.request_id)
         if live is self._rows:
             self._open.pop(seq.request_id, None)
             self._wasted -= len(row.pages) * self.page_size - row.committed
@@ -367,10 +380,11 @@ class BlockAllocator(KVAllocator):
 
         vLLM never needs this (taking a page evicts it); it is here for policies that make room ahead of need.
         """
+        needed = whole(num_tokens, "num_tokens")
         if self._pins:
             self._hold_pins([])
         free, evictable = self.room()
-        missing = min(-(-num_tokens // self.page_size) - free, evictable)
+        missing = min(-(-needed // self.page_size) - free, evictable)
         if missing <= 0:
             return []
         victims = list(self._store.evict(missing))

@@ -21,15 +21,16 @@ class Row:
     held       the pages count as in use; False from the pin to the first reserve
     headroom   pages that the first reserve must leave free (the gate's)
     settled    tokens up to which a reserve has nothing to do
+    no_change, no_publication  what `nothing_new` and `nothing_published` give, once they were asked
     """
 
     __slots__ = (
-        "_commit",
-        "_reservation",
         "adopted",
         "committed",
         "headroom",
         "held",
+        "no_change",
+        "no_publication",
         "pages",
         "published",
         "publishes",
@@ -46,20 +47,20 @@ class Row:
         self.held = False
         self.headroom = 0
         self.settled = 0
-        self._reservation: Reservation | None = None
-        self._commit: Commit | None = None
+        self.no_change: Reservation | None = None
+        self.no_publication: Commit | None = None
 
     # Nearly every decode step takes nothing and publishes nothing: its answers are made once.
 
     def nothing_new(self) -> Reservation:
-        if self._reservation is None:
-            self._reservation = Reservation(self.seq)
-        return self._reservation
+        if self.no_change is None:
+            self.no_change = Reservation(self.seq)
+        return self.no_change
 
     def nothing_published(self) -> Commit:
-        if self._commit is None:
-            self._commit = Commit(self.seq)
-        return self._commit
+        if self.no_publication is None:
+            self.no_publication = Commit(self.seq)
+        return self.no_publication
 
 
 class Plan:

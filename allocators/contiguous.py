@@ -18,7 +18,8 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvarena.allocators._room import admits, pages_for, refuse_twice
+from kvarena.allocators._arguments import check_reason, refuse_twice, whole
+from kvarena.allocators._room import admits, pages_for
 from kvarena.allocators._runs import Buddy, FirstFit, FreeRuns, Run
 from kvarena.allocators.config import Design
 from kvarena.allocators.config import contiguous as contiguous_design
@@ -128,9 +129,10 @@ class ContiguousAllocator(KVAllocator):
     def reserve(self, wants: Iterable[tuple[Sequence, int]]) -> list[Reservation] | None:
         """A run for a new sequence, a longer one where it is outgrown. A moved run keeps its old pages until the end
         of the call, since they are copied from."""
-        asked = list(wants)
-        for seq, n in asked:
-            self._known(seq, n)
+        asked = [(seq, whole(n, f"request {seq.request_id!r}: tokens to reserve")) for seq, n in wants]
+        for seq, _ in asked:
+            self._known(seq)
+        refuse_twice(seq for seq, _ in asked)
         undo = _Undo()
         results = []
         for seq, n in asked:
@@ -219,17 +221,19 @@ class ContiguousAllocator(KVAllocator):
         results = []
         for seq, n in done:
             slots = self._get(seq).run[1] * self.page_size
-            if not 0 <= n <= slots:
+            written = whole(n, f"request {seq.request_id!r}: tokens to commit")
+            if written > slots:
                 raise ValueError(f"request {seq.request_id}: commit of {n} tokens, its run has {slots} slots")
-            seq.num_computed_tokens = n
+            seq.num_computed_tokens = max(seq.num_computed_tokens, written)
             results.append(Commit(seq))
         return results
 
     def release(self, seqs: Iterable[Sequence], reason: Release) -> Released:
         """Give back each run; a sequence that was only pinned is forgotten."""
+        check_reason(reason)
         leaving = list(seqs)
         for seq in leaving:
-            self._known(seq, 0)
+            self._known(seq)
         refuse_twice(leaving)
         freed: list[int] = []
         for seq in leaving:
@@ -245,6 +249,7 @@ class ContiguousAllocator(KVAllocator):
 
     def evict(self, num_tokens: int) -> list[int]:
         """Nothing is cached, so nothing can go."""
+        whole(num_tokens, "num_tokens")
         return []
 
     def page_ids(self, seq: Sequence) -> array[int]:
@@ -344,9 +349,7 @@ class ContiguousAllocator(KVAllocator):
             raise ValueError(f"request {seq.request_id} is not live{'' if live is None else ', another of its id is'}")
         return live
 
-    def _known(self, seq: Sequence, n: int) -> None:
-        if n < 0:
-            raise ValueError(f"request {seq.request_id}: cannot reserve {n} tokens")
+    def _known(self, seq: Sequence) -> None:
         if self._pinned.get(seq.request_id) is not seq:
             self._get(seq)
 

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvarena.allocators._room import admits, pages_for, refuse_twice
+from kvarena.allocators._arguments import check_reason, refuse_twice, whole
+from kvarena.allocators._room import admits, pages_for
 from kvarena.allocators.config import Design
 from kvarena.allocators.config import exact as exact_design
 from kvarena.allocators.interface import (
@@ -114,23 +115,17 @@ class ExactAllocator(KVAllocator):
     def reserve(self, wants: Iterable[tuple[Sequence, int]]) -> list[Reservation] | None:
         """Pages off the stack, sequence after sequence. None: not enough for all, and nothing was taken."""
         ends = [(self._holder(seq), self._end(seq, n)) for seq, n in wants]
+        refuse_twice(holder.seq for holder, _ in ends)
         if self._demand(ends) > len(self._free):
             self._refuse(ends)
             return None
         return [self._take(holder, end) for holder, end in ends]
 
     def _end(self, seq: Sequence, n: int) -> int:
-        if n < 0:
-            raise ValueError(f"request {seq.request_id}: cannot reserve {n} tokens")
-        return seq.num_computed_tokens + n
+        return seq.num_computed_tokens + whole(n, f"request {seq.request_id!r}: tokens to reserve")
 
     def _demand(self, ends: list[tuple[_Holder, int]]) -> int:
-        wanted: dict[str, int] = {}
-        for holder, end in ends:
-            need = pages_for(end, self.page_size) - len(holder.row)
-            name = holder.seq.request_id
-            wanted[name] = max(need, wanted.get(name, 0))
-        return sum(wanted.values())
+        return sum(max(pages_for(end, self.page_size) - len(holder.row), 0) for holder, end in ends)
 
     def _refuse(self, ends: list[tuple[_Holder, int]]) -> None:
         for holder, _ in ends:
@@ -156,9 +151,10 @@ class ExactAllocator(KVAllocator):
     def _commit_one(self, seq: Sequence, n: int) -> Commit:
         holder = self._get(seq)
         slots = len(holder.row) * self.page_size
-        if not 0 <= n <= slots:
+        written = whole(n, f"request {seq.request_id!r}: tokens to commit")
+        if written > slots:
             raise ValueError(f"request {seq.request_id}: commit of {n} tokens, its pages have {slots} slots")
-        seq.num_computed_tokens = n
+        seq.num_computed_tokens = max(seq.num_computed_tokens, written)
         pages = seq.num_prompt_tokens // self.page_size
         if holder.prompt is not None or holder.twin is not None or not pages or n < seq.num_prompt_tokens:
             return Commit(seq)
@@ -177,6 +173,7 @@ class ExactAllocator(KVAllocator):
 
     def release(self, seqs: Iterable[Sequence], reason: Release) -> Released:
         """Give back each sequence's own pages, and its prompt's with the last user; the reason makes no difference."""
+        check_reason(reason)
         leaving = list(seqs)
         holders = [self._holder(seq) for seq in leaving]
         refuse_twice(leaving)
@@ -206,6 +203,7 @@ class ExactAllocator(KVAllocator):
 
     def evict(self, num_tokens: int) -> list[int]:
         """Nothing is cached without a user, so nothing can go."""
+        whole(num_tokens, "num_tokens")
         return []
 
     def page_ids(self, seq: Sequence) -> array[int]:

@@ -9,6 +9,18 @@ The engine owns sequences; an allocator owns pages. Verbs, in the order a reques
 
 Running out of room is a value and changes nothing beyond what the upstream's rules say it changes;
 misuse raises `ValueError`; a broken invariant raises `AllocatorError`.
+
+Misuse is the same in every design of this package, names the request or the argument, and changes no page:
+
+    any verb    a sequence that is not live, or another one than the live one of its id      ValueError
+    reserve     n negative or no integer; a sequence twice in one call                       ValueError
+                n = 0                                            nothing new; block: ValueError, see `reserve`
+    commit      n negative or no integer; past what is reserved                              ValueError
+                n below num_computed_tokens                                      the length stays as it is
+    release     a sequence twice in one call; a reason that is no `Release`                  ValueError
+    evict       num_tokens negative or no integer                                            ValueError
+
+Any integer type counts as an integer (NumPy's too), a float does not, 2.0 included.
 """
 
 from __future__ import annotations
@@ -357,19 +369,37 @@ class KVAllocator(ABC):
 
         Demand is summed over the call before anything is evicted. Surplus slots stay with the sequence. None: no
         room; a pin of a sequence that was not admitted yet is dropped.
+
+        n = 0 is granted to whoever is live or pinned. Only block refuses it with ValueError, as vLLM 0.32.0 does,
+        but for a pin with a hit, whose pages it then takes. ValueError, before anything is taken: a sequence is
+        neither live nor pinned, stands in the call twice, or n is negative or no integer.
         """
 
     @abstractmethod
     def commit(self, done: Iterable[tuple[Sequence, int]]) -> list[Commit]:
-        """The KV of the first n tokens of each sequence is written. One free group for the call."""
+        """The KV of the first n tokens of each sequence is written. One free group for the call.
+
+        Raises `num_computed_tokens` to n and never lowers it: a scheduler that ran ahead of its results commits what
+        it has counted already. ValueError: a sequence is not live, or n is negative, no integer or past its reserved
+        slots; what stands before the bad pair in the call may be committed.
+        """
 
     @abstractmethod
     def release(self, seqs: Iterable[Sequence], reason: Release) -> Released:
-        """Give back what each sequence holds, in order, as one free group. Sets num_computed_tokens to 0."""
+        """Give back what each sequence holds, in order, as one free group. Sets num_computed_tokens to 0.
+
+        `freed` are exactly the pages that came free, `cached` those that became evictable (and equal ones that were,
+        for which own ones were given up). ValueError, and nothing is
+        given back: a sequence is neither live nor pinned (vLLM 0.32.0 passes over it; here a second release is a
+        fault of the caller), stands in the call twice, or `reason` is no `Release`.
+        """
 
     @abstractmethod
     def evict(self, num_tokens: int) -> list[int]:
-        """Make room for `num_tokens` tokens if the design can evict on demand; returns the pages, in order."""
+        """Make room for `num_tokens` tokens if the design can evict on demand; returns the pages, in order.
+
+        ValueError: `num_tokens` is negative or no integer, also where nothing can be evicted.
+        """
 
     @abstractmethod
     def page_ids(self, seq: Sequence) -> array[int]:

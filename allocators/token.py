@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from kvarena.allocators import token_fork
+from kvarena.allocators._arguments import check_reason, refuse_twice, whole
 from kvarena.allocators.config import Design
 from kvarena.allocators.free_slots import FreePages
 from kvarena.allocators.interface import (
@@ -154,6 +155,8 @@ class TokenAllocator(KVAllocator):
         plan = []
         for seq, n in done:
             row = self._touched_row(seq)
+            if type(n) is not int:
+                n = whole(n, f"request {seq.request_id!r}: tokens to commit")
             plan.append((row, n))
             if not 0 <= n <= len(row.page_ids) * self.page_size:
                 raise ValueError(
@@ -173,10 +176,10 @@ class TokenAllocator(KVAllocator):
         PREEMPT and ABORT publish nothing, and each sequence's tail is freed by itself (SGLang 0.5.22: a retraction
         drops generated KV; what earlier checkpoints published stays cached).
         """
+        check_reason(reason)
         group, freed, cached, duplicates = array("i"), array("i"), array("i"), array("i")
         rows = [self._touched_row(seq) for seq in seqs]
-        if len(rows) > 1 and len(set(rows)) < len(rows):
-            raise ValueError("release: a request is named twice")
+        refuse_twice(row.seq for row in rows)
         for row in rows:
             if reason is Release.FINISH and row.admitted:
                 given = self._finish(row, duplicates)
@@ -194,9 +197,7 @@ class TokenAllocator(KVAllocator):
 
     def evict(self, num_tokens: int) -> list[int]:
         """Evict leaves until `num_tokens` tokens are free or none can go; nothing while that many are free."""
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens: expected 0 or more, found {num_tokens}")
-        short = -(-num_tokens // self.page_size) - self._free.count
+        short = -(-whole(num_tokens, "num_tokens") // self.page_size) - self._free.count
         return list(self._evict(short, None)) if short > 0 else []
 
     def page_ids(self, seq: Sequence) -> array[int]:
@@ -328,13 +329,15 @@ class TokenAllocator(KVAllocator):
         plan, total = [], 0
         for seq, n in wants:
             row = self._touched_row(seq)
-            if n < 0:
-                raise ValueError(f"request {seq.request_id!r}: cannot reserve {n} tokens")
+            if type(n) is not int or n < 0:
+                n = whole(n, f"request {seq.request_id!r}: tokens to reserve")
             new = (seq.num_computed_tokens + n + size - 1) // size - len(row.page_ids)
             if new < 0:
                 new = 0
             plan.append((row, n, new))
             total += new
+        if len(plan) > 1 and len({row for row, _, _ in plan}) < len(plan):
+            refuse_twice(row.seq for row, _, _ in plan)
         return plan, total
 
     def _make_room(self, plan: Plan, total: int) -> PageIds:

@@ -7,8 +7,8 @@
 Laws: a fresh pool is all free; what is refused changes nothing; a live id cannot come twice; a request longer than
 the pool is refused by value; all or nothing over a batch; a small request fits an emptied pool; a fork, where there
 is one, shares and never lets a write of one show in the other; random operations
-keep every law of `shadow.py`, and `check()`; events change no decision; the same seed decides the same; both
-adapters (where torch is there) hold exactly what the allocator says.
+keep every law of `shadow.py`, and `check()`; a release reports what it gave back; events change no decision; the
+same seed decides the same; both adapters (where torch is there) hold exactly what the allocator says.
 """
 
 from __future__ import annotations

@@ -286,11 +286,13 @@ class RandomOps:
             self._release(list(self.live.values())[-1], Release.PREEMPT)
 
     def _release(self, actor: Actor, reason: Release) -> None:
+        before = self.shadow.state()
         del self.live[actor.seq.request_id]
         released = self.allocator.release([actor.seq], reason)
         self.decisions.append(tuple(released.freed))
         if actor.seq.num_computed_tokens:
             raise Violation(f"release: num_computed_tokens is {actor.seq.num_computed_tokens}, expected 0")
+        self.shadow.expect_released(before, actor.seq.request_id, released)
         self.shadow.forget([*released.freed, *released.evicted])
         for adapter in self.adapters:
             adapter.remove(actor.seq)

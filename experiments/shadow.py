@@ -13,7 +13,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvarena.allocators.interface import PADDING_PAGE, Capacity, KVAllocator, PageMove, Sequence, SupportsFork
+from kvarena.allocators.interface import (
+    PADDING_PAGE,
+    Capacity,
+    KVAllocator,
+    PageMove,
+    Released,
+    Sequence,
+    SupportsFork,
+)
 
 
 class Violation(Exception):
@@ -60,6 +68,7 @@ class ShadowPool:
         self.allocator = allocator
         self.live = live
         self._slots: dict[int, int] = {}
+        self._given_back: set[int] = set()  # reported freed by a release, in no row since
         self.window = getattr(getattr(allocator, "design", None), "sliding_window", None)
         self._forks = isinstance(allocator, SupportsFork)
 
@@ -92,6 +101,7 @@ class ShadowPool:
     def clear(self) -> None:
         """Forget all pages."""
         self._slots.clear()
+        self._given_back.clear()
 
     def verify(self) -> None:
         """Conservation, owners, contents; then the allocator's own `check`. Raises Violation."""
@@ -104,6 +114,7 @@ class ShadowPool:
             for column, page in enumerate(pages):
                 if page != PADDING_PAGE:
                     owners.setdefault(page, []).append((name, column))
+        self._given_back -= owners.keys()
         if capacity.in_use < len(owners):
             raise Violation(f"conservation: {len(owners)} pages are in live rows, {capacity.in_use} counted in use")
         for page, holders in owners.items():
@@ -173,6 +184,33 @@ class ShadowPool:
         in_use = self.allocator.capacity().in_use
         if in_use > before.capacity.in_use:
             raise Violation(f"{what}: {in_use} pages in use, {before.capacity.in_use} before; all or nothing")
+
+    def expect_released(self, before: State, name: str, released: Released) -> None:
+        """A release of `name`: `freed` and `cached` are the pages that came free and became evictable, each once.
+
+        `cached` may also name pages that were evictable: equal ones, for which as many own ones were given up. None
+        is in a live row, none was given back before without having been in a row since, and those that stay cached
+        were written. Raises Violation.
+        """
+        self._given_back -= set(before.rows[name])
+        held = {page for actor in self.live.values() for page in self.allocator.page_ids(actor.seq)}
+        reported = [*released.freed, *released.cached]
+        for page in reported:
+            if page in held or not 1 <= page <= self.allocator.num_pages or reported.count(page) > 1:
+                raise Violation(f"release: page {page} is reported twice, or is in a live row, or outside the pool")
+            if page in self._given_back:
+                raise Violation(f"release: page {page} is reported again, it was free already")
+        after, size = self.allocator.capacity(), self.allocator.page_size
+        for what, pages, grown, surplus in (
+            ("freed", released.freed, after.free - before.capacity.free, 0),
+            ("cached", released.cached, after.evictable - before.capacity.evictable, len(released.duplicates)),
+        ):
+            if not grown <= len(pages) <= grown + surplus:
+                raise Violation(f"release: {len(pages)} pages are reported {what}, {grown} more are")
+        for page in released.cached:
+            if any(slot not in self._slots for slot in range(page * size, page * size + size)):
+                raise Violation(f"release: page {page} is reported cached, its KV was never written")
+        self._given_back.update(released.freed)
 
     def expect_same_rows(self, before: State, what: str) -> None:
         """No row changed since `before`; pages that a window left behind may have gone."""

@@ -515,14 +515,6 @@ def test_misuse_raises_and_changes_nothing() -> None:
         allocator.reserve([(pinned, 0)])
 
 
-def test_releasing_what_holds_nothing_does_nothing() -> None:
-    allocator = make()
-    before = picture(allocator)
-    done = allocator.release([Sequence("never", [1])], Release.FINISH)
-    assert (tuple(done.freed), tuple(done.cached)) == ((), ())
-    assert picture(allocator) == before
-
-
 @pytest.mark.parametrize("num_pages", [0, -3])
 def test_a_pool_has_at_least_one_page(num_pages: int) -> None:
     with pytest.raises(ValueError, match="num_pages"):

@@ -218,9 +218,9 @@ def test_misuse_is_an_error_and_changes_nothing():
     for call, message in (
         (lambda: pool.pin(request("a", 2)), "request a is live already"),
         (lambda: pool.commit([(a, 9)]), "commit of 9 tokens, its pages have 8 slots"),
-        (lambda: pool.reserve([(a, -1)]), "cannot reserve -1 tokens"),
+        (lambda: pool.reserve([(a, -1)]), "tokens to reserve: expected an integer of at least 0, found -1"),
         (lambda: pool.release([a, request("ghost", 1)], Release.FINISH), "request ghost is not live"),
-        (lambda: pool.release([a, a], Release.FINISH), "request a stands twice in one call"),
+        (lambda: pool.release([a, a], Release.FINISH), "request 'a' stands twice in one call"),
         (lambda: pool.release([request("a", 5)], Release.FINISH), "request a is not live, another of its id is"),
         (lambda: pool.reserve([(request("a", 5), 1)]), "request a is not live, another of its id is"),
         (lambda: pool.commit([(request("a", 5), 1)]), "request a is not live, another of its id is"),

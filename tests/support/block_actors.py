@@ -86,7 +86,8 @@ class Actors:
             n = min(chunk, seq.num_prefill_tokens - seq.num_computed_tokens)
             reservation = self.allocator.extend(seq, n)
             if reservation is None:
-                self.allocator.release([seq], Release.ABORT)
+                if taken:  # else the pin was dropped by the refusal
+                    self.allocator.release([seq], Release.ABORT)
                 return ("refused", pin.hit_tokens, taken)
             taken.append((list(reservation.page_ids), list(reservation.evicted), reservation.rewritten))
             self.allocator.commit([(seq, seq.num_computed_tokens + n)])

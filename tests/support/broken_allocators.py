@@ -3,7 +3,7 @@
 from array import array
 from dataclasses import replace
 
-from kvarena.allocators.interface import Pin, Release, Reservation
+from kvarena.allocators.interface import Pin, Release, Released, Reservation
 from support.third_party import StackAllocator
 
 
@@ -235,6 +235,38 @@ class ComputedNotReset(StackAllocator):
         return released
 
 
+class SilentRelease(StackAllocator):
+    """Never says which pages a release gave back."""
+
+    def release(self, seqs, reason):
+        super().release(seqs, reason)
+        return Released()
+
+
+class ReportsFreedAsCached(StackAllocator):
+    """Calls pages cached that hold nothing any more."""
+
+    def release(self, seqs, reason):
+        return Released(cached=super().release(seqs, reason).freed)
+
+
+class ReportsOtherPages(StackAllocator):
+    """The right number of wrong pages: what was free before, while there is enough of it."""
+
+    def release(self, seqs, reason):
+        before = list(self.free)
+        freed = super().release(seqs, reason).freed
+        return Released(tuple(before[: len(freed)]) if len(before) >= len(freed) else freed)
+
+
+class ReportsAPageTwice(StackAllocator):
+    """The first page stands in the report for the last one too."""
+
+    def release(self, seqs, reason):
+        freed = super().release(seqs, reason).freed
+        return Released((*freed[:-1], *freed[:1]))
+
+
 class DecidesByEvents(StackAllocator):
     """Hands out pages from the other end while events are recorded."""
 
@@ -315,6 +347,10 @@ BROKEN = {
     UntoldPages: "reserve first, and update with the reservation",
     StaleRowAfterPreemption: "pages are in live rows",
     ComputedNotReset: "release: num_computed_tokens is",
+    SilentRelease: "release: 0 pages are reported freed",
+    ReportsFreedAsCached: "release: 0 pages are reported freed",
+    ReportsOtherPages: "it was free already",
+    ReportsAPageTwice: "is reported twice",
     DecidesByEvents: "decisions depend on chance or on the event log",
     DecidesByIdentity: "decisions depend on chance or on the event log",
     EventsAlwaysOn: "expected an EventLog, off",
