@@ -32,6 +32,7 @@ Example, S = 4: a has 6 tokens in pages [5, 2] and adds 1; b has nothing and bri
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
@@ -72,7 +73,7 @@ class Batch:
     max_seq_len: int
 
 
-class _TableAdapter:
+class _TableAdapter(ABC):
     """Rows, changes and the upload, the same for both tables.
 
     allocator         any `PageSource`: an allocator
@@ -241,14 +242,14 @@ class _TableAdapter:
             positions[:num_tokens] = (self._seq_lens[:size] - starts[1:])[request] + index
         return positions
 
+    @abstractmethod
     def _scatter(self, rows: Tensor, columns: Tensor, pages: Tensor) -> None:
         """Write pages to (row, page column) of `entries`; int64, int64, int32 [n]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _table(self, count: int, size: int, columns: int) -> PageTable:
         """The table of the batch whose header was sent: `count` requests of at most `columns` pages, padded to
         `size`."""
-        raise NotImplementedError
 
     def nbytes(self) -> dict[str, int]:
         """Device bytes by buffer: a part of what an allocator costs, beside the pool itself."""
