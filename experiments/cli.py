@@ -15,6 +15,7 @@ from kvarena.experiments.fork_commands import add_fork_command
 from kvarena.experiments.model.cli import add_generate_command
 from kvarena.experiments.study_commands import add_study_commands
 from kvarena.experiments.traces.cli import trace_app
+from kvarena.experiments.verify_commands import verify_app
 
 app = typer.Typer(
     name="kvarena",
@@ -26,6 +27,7 @@ app = typer.Typer(
 
 app.add_typer(trace_app)
 app.add_typer(bench_app)
+app.add_typer(verify_app)
 
 
 def run() -> None:
