@@ -1,0 +1,231 @@
+"""Times of single steps on real pools and kernels: what a step-time model is held against, out of sample.
+
+Executor `kernels` runs a workload over each allocator: scheduler, allocator, page table, store and attention of every
+layer, no model. A row is one step: what was in its batch, microseconds of the kernels (GPU time; the launches are
+queued behind a wait, so that gaps between them do not count), of the page table and its upload, and of the
+scheduler with its allocator. Beside them, for the rest of a step: the linear layers of a model at several numbers of
+tokens, whole prefill passes, and pages on their way to the host and back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from kvarena.allocators.config import make_allocator
+from kvarena.experiments.engine.engine import Engine, make_scheduler
+from kvarena.experiments.engine.executors import HiddenOutputs, UnnamedOutputs
+from kvarena.experiments.engine.kernel_executor import KernelExecutor
+from kvarena.experiments.engine.paged_memory import KVShape, MemoryOptions, TableKind
+from kvarena.experiments.engine.request import EngineRequest, make_request
+from kvarena.experiments.engine.scheduler import Scheduled, SchedulerConfig, StepPlan
+from kvarena.experiments.workloads import make
+from torch import Tensor
+
+WAIT_US = 15_000  # the GPU waits so long before a step: longer than its launches take
+
+
+@dataclass(frozen=True)
+class StepLoad:
+    """A workload of the validation: a built-in one with its parameters, so many of its requests, and the pool.
+
+    burst  requests that arrive before each step, until all have
+    """
+
+    workload: str
+    parameters: dict[str, Any]
+    requests: int
+    pool_tokens: int
+    burst: int = 2
+
+
+LOADS: dict[str, StepLoad] = {
+    "chat": StepLoad("chat", {"num_sessions": 60, "sessions_per_s": 20.0, "think_median_s": 2.0}, 140, 65_536),
+    "shared-prompts": StepLoad("generated_shared_prefix", {}, 120, 131_072),
+    "long-prompts": StepLoad("long_document_qa", {}, 40, 196_608, 1),
+}
+ALLOCATORS: dict[str, tuple[dict[str, Any], TableKind]] = {
+    "block, 16": ({"kind": "block", "page_size": 16}, "block_table"),
+    "block, 64": ({"kind": "block", "page_size": 64}, "block_table"),
+    "token, 1": ({"kind": "token", "page_size": 1}, "req_to_token"),
+    "token, 64": ({"kind": "token", "page_size": 64}, "req_to_token"),
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Device, backend and shape of a run; `limits` of its scheduler, `max_steps` and `max_output` to keep it short."""
+
+    shape: KVShape = KVShape(32, 8, 128)
+    num_heads: int = 32
+    device: str = "cuda"
+    backend: str = "triton"
+    dtype: torch.dtype = torch.bfloat16
+    policy: str = "vllm"
+    limits: SchedulerConfig = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=128, max_model_len=16_384)
+    max_steps: int = 400
+    max_output: int = 96
+
+    def options(self, table: TableKind) -> MemoryOptions:
+        return MemoryOptions(backend=self.backend, table=table, dtype=self.dtype, device=self.device)
+
+
+def step_rows(name: str, load: StepLoad, design: str, setup: Setup) -> Iterator[dict[str, Any]]:
+    """A row a step that computed something, of one workload over one allocator.
+
+    decodes  [sequences, their tokens with KV after the step, the longest]; extends  [[tokens before, new tokens], ...]
+    """
+    spec, table = ALLOCATORS[design]
+    allocator = make_allocator(spec, num_pages=load.pool_tokens // spec["page_size"])
+    outputs = HiddenOutputs()
+    executor = _WaitingExecutor(allocator, outputs, setup.shape, setup.num_heads, setup.limits, setup.options(table))
+    engine = Engine(make_scheduler(setup.policy, executor.allocator, setup.limits), executor)
+    arrivals = _arrivals(load, setup, outputs)
+    number = 0
+    while number < setup.max_steps:
+        for _ in range(load.burst):
+            request = next(arrivals, None)
+            if request is not None:
+                engine.add(request)
+        if not engine.has_work:
+            return
+        start, before = time.perf_counter(), len(executor.times.tokens)
+        record = engine.step()
+        wall = time.perf_counter() - start
+        if len(executor.times.tokens) > before:
+            host, kernels = executor.times.host_s[-1], executor.times.kernels_s[-1]
+            yield {
+                "workload": name,
+                "allocator": design,
+                "step": number,
+                **composition(record.plan),
+                "kernels_us": round(1e6 * kernels, 1),
+                "tables_us": round(1e6 * host, 1),
+                "scheduler_us": round(1e6 * (wall - executor.launch_s), 1),
+                "launch_bound": executor.launch_bound,
+            }
+        number += 1
+
+
+def composition(plan: StepPlan) -> dict[str, Any]:
+    """What a step-time model may know of a batch."""
+    decodes = [entry.end for entry in plan.batch if entry.num_new == 1]
+    return {
+        "decodes": [len(decodes), sum(decodes), max(decodes, default=0)],
+        "extends": [[entry.num_before, entry.num_new] for entry in plan.batch if _extends(entry)],
+        "admitted": len(plan.admitted),
+        "preempted": len(plan.preempted),
+    }
+
+
+def _extends(entry: Scheduled) -> bool:
+    return entry.num_new > 1
+
+
+def _arrivals(load: StepLoad, setup: Setup, outputs: HiddenOutputs) -> Iterator[EngineRequest]:
+    """The workload's requests in order, each with a hidden output."""
+    unnamed = UnnamedOutputs()
+    for index, traced in enumerate(make(load.workload, limit=load.requests, **load.parameters)):
+        tokens = min(max(traced.num_output_tokens, 1), setup.max_output)
+        name = f"{index}-{traced.request_id}"
+        named = traced.output_ids is not None and len(traced.output_ids) >= tokens
+        outputs.add(name, traced.output_ids[:tokens] if named else unnamed.take(tokens))  # type: ignore[index]
+        yield make_request(name, traced.prompt_ids(), tokens, namespace=traced.namespace)
+
+
+class _WaitingExecutor(KernelExecutor):
+    """On a GPU, steps are timed with their launches queued behind a wait; `launch_s` is the last launch's whole time,
+    `launch_bound` says that the launches took longer than the wait."""
+
+    launch_s = 0.0
+    launch_bound = False
+
+    def launch(self, plan: StepPlan) -> None:
+        start = time.perf_counter()
+        super().launch(plan)
+        self.launch_s = time.perf_counter() - start
+
+    def _timed(self, step: Any) -> float:
+        if self.memory.pool.device.type != "cuda":
+            return super()._timed(step)
+        seconds, self.launch_bound = gpu_seconds(lambda: self._run(step))
+        return seconds
+
+
+def gpu_seconds(run: Callable[[], object], wait_us: int = WAIT_US) -> tuple[float, bool]:
+    """(GPU seconds of what `run` launches, whether launching took longer than the wait before it)."""
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int(wait_us * 1980))  # cycles at the card's top clock
+    begin.record()
+    start = time.perf_counter()
+    run()
+    end.record()
+    launching = time.perf_counter() - start
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3, launching > 0.8e-6 * wait_us
+
+
+def linear_rows(model: Any, tokens: list[int]) -> Iterator[dict[str, Any]]:
+    """GPU time of all projections and MLPs of a model, and of its last layer's logits, for batches of so many tokens."""
+    weight = next(model.parameters())
+    for count in tokens:
+        hidden = torch.randn(count, model.config.hidden_size, device=weight.device).to(weight.dtype)
+        us = _median_us(lambda hidden=hidden: _linear(model, hidden))  # type: ignore[misc]
+        head = _median_us(lambda hidden=hidden: model.lm_head(hidden[: min(len(hidden), 256)]))  # type: ignore[misc]
+        yield {"tokens": count, "us": us, "head_us": head}
+
+
+def _linear(model: Any, hidden: Tensor) -> None:
+    for layer in model.base_model.layers:
+        attention = layer.self_attn
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj):
+            project(hidden)
+        attention.o_proj(hidden.new_empty(len(hidden), attention.o_proj.in_features).fill_(0.5))
+        layer.mlp(hidden)
+
+
+def swap_rows(shape: KVShape, dtype: torch.dtype, device: str, pages: list[int]) -> Iterator[dict[str, Any]]:
+    """Time of so many pages of 16 tokens to pinned host memory and back, all layers, one copy each way."""
+    from kvarena.kernels.copy import gather_pages, scatter_pages
+    from kvarena.kernels.pool import KVPool
+
+    pool = KVPool(shape.num_layers, max(pages), 16, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
+    for count in pages:
+        ids = list(range(1, count + 1))
+        host = torch.empty((count, pool.bytes_per_page), dtype=torch.uint8, pin_memory=device != "cpu")
+        yield {
+            "pages": count,
+            "bytes": host.numel(),
+            "out_us": _median_us(lambda ids=ids, host=host: gather_pages(pool.layers, ids, host)),  # type: ignore[misc]
+            "in_us": _median_us(lambda ids=ids, host=host: scatter_pages(host, pool.layers, ids)),  # type: ignore[misc]
+        }
+
+
+def _median_us(run: Callable[[], object], repeats: int = 5) -> float:
+    times = []
+    with torch.inference_mode():
+        for _ in range(repeats + 1):
+            if torch.cuda.is_available():
+                times.append(gpu_seconds(run)[0])
+            else:
+                start = time.perf_counter()
+                run()
+                times.append(time.perf_counter() - start)
+    return round(1e6 * sorted(times[1:])[repeats // 2], 1)
+
+
+def describe(setup: Setup) -> dict[str, Any]:
+    """What the rows were taken with."""
+    loads = {name: asdict(load) for name, load in LOADS.items()}
+    limits = {name: getattr(setup.limits, name) for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len")}
+    return {
+        "shape": asdict(setup.shape),
+        "num_heads": setup.num_heads,
+        "policy": setup.policy,
+        **limits,
+        "loads": loads,
+    }
