@@ -42,11 +42,13 @@ class Tables:
     """Sizes that fix the tables of a run.
 
     max_rows    requests that are live at once
-    max_tokens  tokens of the longest request, which is also the longest step
+    max_tokens  tokens of the longest request
+    step_tokens tokens of the longest step; None: those of the longest request
     """
 
     max_rows: int
     max_tokens: int
+    step_tokens: int | None = None
 
 
 def parse_bytes(text: str) -> int:
@@ -143,7 +145,7 @@ def bytes_for_pages(
     """The budget of exactly `num_pages` pages."""
     page = shape.bytes_per_page(page_size) * tokens_per_id
     table = table_bytes(kind, page_size, tables)
-    mapping = tables.max_tokens * SLOT_MAPPING_BYTES
+    mapping = (tables.step_tokens or tables.max_tokens) * SLOT_MAPPING_BYTES
     total = (num_pages + 1) * page + table + mapping
     return Budget(total, num_pages, page_size, num_pages * page, page, table, mapping, 0)
 

@@ -58,6 +58,9 @@ SHAPES: dict[str, ModelShape] = {
     "qwen-3-8b": ModelShape(num_layers=36, num_kv_heads=8, head_dim=128),
     "qwen-3-32b": ModelShape(num_layers=64, num_kv_heads=8, head_dim=128),
     "smollm2-135m": ModelShape(num_layers=30, num_kv_heads=3, head_dim=64),
+    # Multi-head latent attention: one head of 512 latent and 64 rotary numbers a token, and no values beside it.
+    "deepseek-v2-lite": ModelShape(num_layers=27, num_kv_heads=1, head_dim=576, head_dim_v=0),
+    "deepseek-v3": ModelShape(num_layers=61, num_kv_heads=1, head_dim=576, head_dim_v=0),
 }
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from kvarena.allocators.interface import KVAllocator
 from kvarena.experiments.engine.arrivals import Arrival, Arrivals
-from kvarena.experiments.engine.engine import Engine, StepRecord, make_scheduler
+from kvarena.experiments.engine.engine import Engine, Executor, StepRecord, make_scheduler
 from kvarena.experiments.engine.executors import HiddenOutputs, ScriptedExecutor, UnnamedOutputs
 from kvarena.experiments.engine.latency import Latencies, Limits, TokenTimes
 from kvarena.experiments.engine.metered import MeteredAllocator
@@ -19,6 +20,7 @@ from kvarena.experiments.engine.request import End, EngineRequest, make_request
 from kvarena.experiments.engine.scheduler import Scheduled, SchedulerConfig, StepPlan
 from kvarena.experiments.engine.step_time import StepTimeModel
 
+MakeExecutor = Callable[[KVAllocator, HiddenOutputs, SchedulerConfig], Executor]
 IDLE_STEP_S = 1e-5  # a step that computes nothing takes this long at least, so that time goes on
 
 
@@ -29,6 +31,7 @@ class RequestRow:
     hit_tokens          of its first admission; `readmitted_hit_tokens` of those after preemptions
     recomputed_tokens   computed again after preemptions; `swapped_tokens` came back from the host instead
     declared_max_tokens what the scheduler was told, before any cut
+    last_token_s        before `end_s` where the engine ended it later than its last token came (out of pool)
     end                 stop, length, pool, rejected
     cut_output_tokens   tokens of the true output that a limit cut off (all of them when rejected)
     message             the numbers, when it was rejected or out of pool
@@ -51,6 +54,7 @@ class RequestRow:
     recomputed_tokens: int
     swapped_tokens: int
     first_token_s: float | None
+    last_token_s: float | None
     end_s: float
     end: str
     message: str
@@ -169,11 +173,19 @@ class Simulation:
         model: StepTimeModel,
         arrivals: Arrivals,
         options: RunOptions,
+        make_executor: MakeExecutor | None = None,
     ) -> None:
+        """`make_executor`: real pools in place of scripted outputs; the scheduler uses the executor's `allocator`."""
         self.allocator = allocator
-        self.scheduler = make_scheduler(policy, allocator, config)
         self.outputs = HiddenOutputs()
-        self.engine = Engine(self.scheduler, ScriptedExecutor(self.outputs))
+        executor: Executor = ScriptedExecutor(self.outputs)
+        watched: KVAllocator = allocator
+        if make_executor is not None:
+            executor = make_executor(allocator, self.outputs, config)
+            watched = getattr(executor, "allocator", allocator)
+        self.executor = executor
+        self.scheduler = make_scheduler(policy, watched, config)
+        self.engine = Engine(self.scheduler, executor)
         self.clock = Clock(model, config.result_lag)
         self.arrivals = arrivals
         self.options = options
@@ -232,6 +244,9 @@ class Simulation:
             priority=int(traced.extra.get("priority", 0)),
             namespace=traced.namespace,
         )
+        # What contiguous runs are sized by; no other design and no scheduler reads these.
+        request.seq.declared_max_tokens = declared
+        request.seq.oracle_tokens = traced.num_prompt_tokens + true_tokens
         named = traced.grain == 1 and traced.output_ids is not None and len(traced.output_ids) == true_tokens
         output = traced.output_ids if named else self._unnamed.take(true_tokens)
         self.outputs.add(request.id, output)  # type: ignore[arg-type]  # a NumPy array serves as a sequence
@@ -284,6 +299,7 @@ class Simulation:
             recomputed_tokens=request.recomputed_tokens,
             swapped_tokens=request.swapped_tokens,
             first_token_s=live.times.first_s,
+            last_token_s=live.times.last_s,
             end_s=now,
             end="" if request.end is None else request.end.value,
             message=request.message,

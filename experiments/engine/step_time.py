@@ -45,6 +45,8 @@ COMPUTE: dict[str, Compute] = {
     "qwen-3-8b": Compute(32, 7.6e9),
     "qwen-3-32b": Compute(64, 32.0e9),
     "smollm2-135m": Compute(9, 0.11e9),
+    "deepseek-v2-lite": Compute(16, 2.4e9),  # of 15.7e9, those that one token passes through
+    "deepseek-v3": Compute(128, 37e9),  # of 671e9
 }
 
 
