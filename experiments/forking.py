@@ -22,7 +22,7 @@ copied, and the last tokens of a prompt are shared too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -81,13 +81,16 @@ PUBLISHED: dict[tuple[str, Method], tuple[float, float]] = {  # vLLM's paper, wi
 
 @dataclass(frozen=True)
 class Saving:
-    """One row of the study. `saved` is a share of the memory without sharing; `copies` are pages for each token."""
+    """One row of the study. `saved` is a share of the memory without sharing; `copies` are pages for each token. The
+    other fields are all that it takes to compute it again."""
 
     lengths: str
     method: Method
     allocator: str
     width: int
     requests: int
+    seed: int
+    scale: float
     saved: float
     copies: float
 
@@ -207,7 +210,27 @@ def saving(
         totals += run_request(pool, method, width, (prompt, reply), rng, model or Model())
     shared, apart, copies, tokens = totals.tolist()
     name = f"{allocator['kind']} {pool.page_size}"
-    return Saving(lengths.name, method, name, width, requests, 1 - shared / apart, copies / tokens)
+    scale = (model or Model()).scale
+    return Saving(lengths.name, method, name, width, requests, seed, scale, 1 - shared / apart, copies / tokens)
+
+
+def saving_again(row: Mapping[str, Any]) -> Saving:
+    """A row of the study's table once more, from its own columns. Raises ValueError for what no study writes."""
+    known = {lengths.name: lengths for lengths in (ALPACA, SHAREGPT)}
+    kind, _, size = str(row["allocator"]).partition(" ")
+    if row["lengths"] not in known or not size.isdecimal():
+        raise ValueError(
+            f"forks: expected lengths of {', '.join(known)} and an allocator such as 'block 16', found {row}"
+        )
+    return saving(
+        known[row["lengths"]],
+        row["method"],
+        {"kind": kind, "page_size": int(size)},
+        int(row["width"]),
+        requests=int(row["requests"]),
+        seed=int(row["seed"]),
+        model=Model(float(row["scale"])),
+    )
 
 
 def study(*, requests: int = 100, seed: int = 0, model: Model | None = None) -> list[Saving]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from kvarena.experiments.config import SCHEMA_VERSION, config_diff
+from kvarena.experiments.provenance import sha256
 from kvarena.experiments.result_check import check_manifest, check_tables
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class Result:
             self._write_tables(partial)
             write_figures(self, partial)
             write_report(self, partial / "report.html")
+            self._write_provenance(partial)
         self.path = out
         return out
 
@@ -108,11 +110,18 @@ class Result:
 
         (folder / "config.toml").write_text(tomli_w.dumps(self.config), encoding="utf-8")
         _write_json(folder / MANIFEST, {"schema_version": SCHEMA_VERSION, **self.manifest})
-        _write_json(folder / "provenance.json", {"schema_version": SCHEMA_VERSION, **self.provenance})
         summary = self.summary.assign(schema_version=SCHEMA_VERSION)
         summary.to_csv(folder / "summary.csv", index=False, lineterminator="\n")
         for name in FRAMES:
             write_parquet(getattr(self, name), folder / f"{name}.parquet")
+        self._write_provenance(folder)
+
+    def _write_provenance(self, folder: Path) -> None:
+        """With the hash of every other file that stands in the folder by now."""
+        files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "provenance.json")
+        hashes = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+        data = {"schema_version": SCHEMA_VERSION, **self.provenance, "files": hashes}
+        _write_json(folder / "provenance.json", data)
 
     # --- questions ---
 

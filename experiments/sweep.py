@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -30,6 +31,7 @@ from kvarena.experiments.sweep_plan import SweepCell, code_digest, load_sweep, s
 from kvarena.experiments.sweep_workers import LocalWorkers, Outcome, RayWorkers, Workers
 
 INDEX = "sweep.json"
+_KEY = re.compile(r"[0-9a-f]{8,64}")
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def open_sweep(path: Path | str) -> SweepResult:
     folder = Path(path)
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        keys = {cell["key"] for cell in index["cells"]}
+        keys = {_key_of(cell) for cell in index["cells"]}
         failures = {key: json.loads(_failed(folder, key).read_text()) for key in keys if _failed(folder, key).is_file()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / INDEX}: cannot be read as a sweep ({error})") from None
@@ -97,6 +99,16 @@ def open_sweep(path: Path | str) -> SweepResult:
         raise ValueError(f"{folder / INDEX}: schema_version: expected {SCHEMA_VERSION}")
     table = folder / "sweep.csv"
     return SweepResult(folder, index["cells"], pd.read_csv(table) if table.is_file() else pd.DataFrame(), failures)
+
+
+def _key_of(cell: dict[str, Any]) -> str:
+    """The key of an index entry, which becomes part of a path: nothing but the digits that a sweep writes."""
+    key, state = cell["key"], cell["state"]
+    if not isinstance(key, str) or _KEY.fullmatch(key) is None or not isinstance(cell["point"], dict):
+        raise ValueError(f"cell {key!r}: expected a key of hexadecimal digits and a point")
+    if state not in ("finished", "failed", "pending"):
+        raise ValueError(f"cell {key}: state: expected finished, failed or pending, found {state!r}")
+    return key
 
 
 def _carry_out(folder: Path, cells: list[SweepCell], workers: Workers, shown: bool) -> None:
@@ -150,17 +162,22 @@ def _write_index(folder: Path, cells: list[SweepCell]) -> None:
 
 
 def _write_table(folder: Path, cells: list[SweepCell]) -> None:
-    """Every finished cell's summary as it was written, text for text."""
+    write_whole(folder / "sweep.csv", table_of(folder, [(cell.key, cell.point) for cell in cells]))
+
+
+def table_of(folder: Path, cells: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
+    """The text of sweep.csv: every finished cell's summary as it was written, text for text, behind its key and
+    point. `cells` are pairs of the two."""
     frames = []
-    for cell in cells:
-        if _finished(folder, cell.key):
-            frame = pd.read_csv(_cell(folder, cell.key) / "summary.csv", dtype=str, keep_default_na=False)
-            point = {"cell": cell.key, **{f"sweep.{name}": str(value) for name, value in cell.point.items()}}
+    for key, values in cells:
+        if _finished(folder, key):
+            frame = pd.read_csv(_cell(folder, key) / "summary.csv", dtype=str, keep_default_na=False)
+            point = {"cell": key, **{f"sweep.{name}": str(value) for name, value in values.items()}}
             for place, (name, value) in enumerate(point.items()):
                 frame.insert(place, name, value)
             frames.append(frame)
     table = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({"cell": []})
-    write_whole(folder / "sweep.csv", table.to_csv(index=False, lineterminator="\n"))
+    return table.to_csv(index=False, lineterminator="\n")
 
 
 def write_whole(path: Path, text: str) -> None:

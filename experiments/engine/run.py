@@ -243,13 +243,13 @@ def _hits(rows: list[RequestRow]) -> metrics.HitCounter:
 
 
 def _with_latency(requests: pd.DataFrame) -> pd.DataFrame:
-    """Milliseconds a request: TTFT, TPOT (none for one token), E2EL."""
-    first = requests["first_token_s"].astype(float)
+    """Milliseconds a request: TTFT, TPOT (none for one token), E2EL, which ends with the last token."""
+    first, last = (requests[name].astype(float) for name in ("first_token_s", "last_token_s"))
     served = requests["end"] != "rejected"
     gaps = (requests["output_tokens"] - 1).where(requests["output_tokens"] > 1)
     requests["ttft_ms"] = 1e3 * (first - requests["arrival_s"])
-    requests["tpot_ms"] = (1e3 * (requests["end_s"] - first) / gaps).where(served)
-    requests["e2el_ms"] = (1e3 * (requests["end_s"] - requests["arrival_s"])).where(served)
+    requests["tpot_ms"] = (1e3 * (last - first) / gaps).where(served)
+    requests["e2el_ms"] = (1e3 * (last - requests["arrival_s"])).where(served)
     return requests
 
 

@@ -125,5 +125,5 @@ def test_the_command_prints_and_writes_the_table(tmp_path: Any) -> None:
     assert "sharegpt-like" in done.output
     assert "6.1 to 9.8 %" in done.output
     head, *lines = out.read_text().splitlines()
-    assert head == "lengths,method,allocator,width,requests,saved,copies,published_low,published_high"
+    assert head == "lengths,method,allocator,width,requests,seed,scale,saved,copies,published_low,published_high"
     assert len(lines) == 24
