@@ -96,7 +96,7 @@ class BlockAllocator(KVAllocator):
         row.headroom = gate.headroom if gate.page_rounded else 0
         self._pins[seq.request_id] = row
         seq.num_computed_tokens = row.committed
-        return Pin(seq, row.committed, row.pages[:])
+        return Pin(seq, row.committed, array("i", row.pages))
 
     def match(self, seq: Sequence) -> Match:
         """How much of the sequence is cached, its last token included. Changes nothing."""
@@ -397,7 +397,7 @@ class BlockAllocator(KVAllocator):
         row = self._rows.get(seq.request_id)
         if row is None or row.seq is not seq:
             raise ValueError(f"request {seq.request_id!r} is not live")
-        return row.pages[:]
+        return array("i", row.pages)
 
     def capacity(self) -> Capacity:
         """Counts by state, O(1). A pin that was not reserved for yet still counts as evictable."""
@@ -449,7 +449,7 @@ def _make_store(
     by_page = "a sliding window" if window is not None else "a page hash of one's own" if hash_fn is not None else ""
     if design.form == "runs" and by_page:
         raise ValueError(f"form 'runs' keeps no single pages, as {by_page} needs them; use 'hashed' or 'auto'")
-    if design.form == "hashed" or by_page or design.hash_fn != "xxh3_128":
+    if design.form == "hashed" or by_page or design.hash_fn != "xxh3_64":
         return HashedPages(num_pages, design, window, hash_fn)
     return PageRuns(num_pages, design)
 

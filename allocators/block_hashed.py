@@ -19,12 +19,12 @@ from kvarena.prefix.page_text import HashFn
 
 
 class HashedRow(Row):
-    """A row with the keys of its pages (None: nothing is cached)."""
+    """A row with the keys of its pages (None: nothing is cached). `pages` is a list of the queue's own int objects."""
 
     __slots__ = ("chain",)
 
-    def __init__(self, seq: Sequence, chain: PageChain | None, pages: Iterable[int], page_size: int) -> None:
-        super().__init__(seq, array("i", pages), page_size, chain is not None)
+    def __init__(self, seq: Sequence, chain: PageChain | None, pages: list[int], page_size: int) -> None:
+        super().__init__(seq, pages, page_size, chain is not None)
         self.chain = chain
 
 
@@ -78,15 +78,21 @@ class HashedPages(PageStore[HashedRow]):
 
     def touch(self, row: HashedRow) -> None:
         refs = self.refs
-        held = [page for page in row.pages if refs[page] and page != PADDING_PAGE]
         idle = [page for page in row.pages if not refs[page]]
+        if len(idle) < len(row.pages):
+            self._share(row.pages)
         self.free_queue.remove(idle)
         self.evictable -= len(idle)
         for page in idle:
             refs[page] = 1
-        for page in held:
-            refs[page] += 1
-            self.shared += refs[page] == 2
+
+    def _share(self, pages: list[int]) -> None:
+        """One holder more for those that have one already."""
+        refs = self.refs
+        for page in pages:
+            if refs[page] and page != PADDING_PAGE:
+                refs[page] += 1
+                self.shared += refs[page] == 2
 
     def take(self, row: HashedRow, count: int) -> tuple[array[int], tuple[int, ...]]:
         taken = self.free_queue.take(count)
@@ -95,9 +101,8 @@ class HashedPages(PageStore[HashedRow]):
         refs = self.refs
         for page in taken:
             refs[page] = 1
-        pages = array("i", taken)
-        row.pages += pages
-        return pages, tuple(evicted)
+        row.pages += taken
+        return array("i", taken), tuple(evicted)
 
     def publish(self, row: HashedRow, start: int, end: int) -> tuple[int, ...]:
         chain = _chain_of(row)
@@ -107,20 +112,21 @@ class HashedPages(PageStore[HashedRow]):
     def unpublish(self, row: HashedRow, start: int) -> tuple[int, ...]:
         dropped = self.index.drop(row.pages[start : row.published])
         self.withdrawn.update(page for page in dropped if self.refs[page] > 1)
+        row.published = start
         return tuple(dropped)
 
     def let_go(self, row: HashedRow) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        freed, cached = self._let_go(row.pages[::-1])
-        return tuple(freed), tuple(cached)
+        pages = row.pages[::-1]
+        if self._window is None and not self.withdrawn:  # pages that serve hits are those that the row published
+            border = len(pages) - row.published
+            return self._to_queue(self._let_go(pages[:border]), self._let_go(pages[border:]))
+        return self._sort_to_queue(self._let_go(pages))
 
     def share(self, row: HashedRow, seq: Sequence, num_pages: int, num_published: int) -> HashedRow:
         """Hashes the child's pages."""
         child = HashedRow(seq, self._chain(seq) if row.publishes else None, row.pages[:num_pages], self.page_size)
         child.adopted = child.published = num_published
-        for page in child.pages:
-            if page != PADDING_PAGE:
-                self.refs[page] += 1
-                self.shared += self.refs[page] == 2
+        self._share(child.pages)
         return child
 
     def replace(self, row: HashedRow, position: int, page: int) -> None:
@@ -132,25 +138,31 @@ class HashedPages(PageStore[HashedRow]):
 
     def let_go_part(self, row: HashedRow, low: int, high: int) -> tuple[int, ...]:
         pages = row.pages[low:high]
-        row.pages[low:high] = array("i", [PADDING_PAGE]) * len(pages)
-        freed, cached = self._let_go(pages[::-1])
+        row.pages[low:high] = [PADDING_PAGE] * len(pages)
+        freed, cached = self._sort_to_queue(self._let_go(pages[::-1]))
         return (*freed, *cached)
 
-    def _let_go(self, pages: array[int]) -> tuple[list[int], list[int]]:
-        refs, keys = self.refs, self.index.keys
+    def _let_go(self, pages: list[int]) -> list[int]:
+        """One holder less for each; returns those that nobody holds now."""
+        refs = self.refs
         idle = [page for page in pages if refs[page] == 1]
         if len(idle) < len(pages):
             self._let_go_shared(pages)
         for page in idle:
             refs[page] = 0
+        return idle
+
+    def _sort_to_queue(self, idle: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        keys = self.index.keys
         freed = [page for page in idle if keys[page] is None]
-        cached = [page for page in idle if keys[page] is not None] if freed else idle
-        if self.withdrawn:
-            self.withdrawn.difference_update(freed)
+        self.withdrawn.difference_update(freed)
+        return self._to_queue(freed, [page for page in idle if keys[page] is not None])
+
+    def _to_queue(self, freed: list[int], cached: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         self.free_queue.prepend(freed)
         self.free_queue.append(cached)
         self.evictable += len(cached)
-        return freed, cached
+        return tuple(freed), tuple(cached)
 
     def _let_go_shared(self, pages: Iterable[int]) -> None:
         refs = self.refs

@@ -13,7 +13,7 @@ from kvarena.allocators.interface import Commit, PageIds, Reservation, Sequence
 class Row:
     """The pages of one sequence.
 
-    pages      array('i') in position order; 0 where a page left the window
+    pages      list or array('i') in position order; 0 where a page left the window
     publishes  its full pages are offered to the cache
     adopted    pages at the front that came from the cache
     published  pages at the front that were offered to the cache, adopted ones included
@@ -38,9 +38,9 @@ class Row:
         "settled",
     )
 
-    def __init__(self, seq: Sequence, pages: array[int], page_size: int, publishes: bool) -> None:
+    def __init__(self, seq: Sequence, pages: list[int] | array[int], page_size: int, publishes: bool) -> None:
         self.seq = seq
-        self.pages = pages
+        self.pages: Any = pages
         self.publishes = publishes
         self.adopted = self.published = len(pages)
         self.committed = self.adopted * page_size

@@ -40,7 +40,8 @@ class Design(BaseModel):
     last_token_rule       a hit never covers the last token, so one token is left to compute
     sliding_window        tokens a query sees, the current one included (block only; None: all)
     retention_interval    with a window: 0 publishes the prompt's tail, None every page, k also every k tokens
-    hash_fn               page hash of the block design: "xxh3_128" or "sha256"
+    hash_fn               page hash of the block design: "xxh3_64", "xxh3_128" or "sha256". It decides nothing but time:
+                          a hit is confirmed by its tokens
     form                  block only: "runs" keeps pages by the run (no windows, no chosen hash), "hashed" page by
                           page; they decide alike, and "auto" takes runs where it can
     need_sort             token only: freed pages wait and are merged sorted (prefill/decode disaggregation)
@@ -67,7 +68,7 @@ class Design(BaseModel):
     last_token_rule: bool = True
     sliding_window: int | None = Field(None, ge=1)
     retention_interval: int | None = Field(0, ge=0)
-    hash_fn: Literal["xxh3_128", "sha256"] = "xxh3_128"
+    hash_fn: Literal["xxh3_64", "xxh3_128", "sha256"] = "xxh3_64"
     form: Literal["auto", "hashed", "runs"] = "auto"
     need_sort: bool = False
     sizing: Literal["max", "pow2", "declared", "oracle"] = "max"

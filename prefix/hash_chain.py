@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import repeat, takewhile
+from itertools import takewhile
 from typing import Any
 
 from kvarena.prefix.page_text import TOKEN_BYTES, HashFn, PageText, encode, resolve_hash
 
-Key = Hashable  # bytes: a digest. int or (scope, int): an id that a trace gave
+Key = Hashable  # bytes or int: a page hash. int or (scope, int): an id that a trace gave
+FIRST_LOOK = 64  # pages looked up at once; doubled while all of them are cached
 
 
 class PageChain:
@@ -37,7 +38,7 @@ class PageChain:
         self.text = PageText(namespace, extra_keys, index.page_size, given=given)
         self.keys: list[Key] = []
         self._extra_keys = extra_keys
-        self._last: bytes = self.text.root_digest(index.hash_fn)
+        self._last: Key = index.page_hash.root(self.text.scope)
 
     def fits(self, token_ids: array[int], namespace: Hashable, extra_keys: tuple[Any, ...]) -> bool:
         """Is this chain a prefix of these tokens under the same namespace and extra keys? One byte compare.
@@ -54,10 +55,12 @@ class PageChain:
         index, known = self.index, len(self.keys)
         if known < num_pages and self.text.raw is not None:
             new = token_ids[known * index.page_size : num_pages * index.page_size].tobytes()
-            self.text.raw += new
-            digests = self.text.hash_pages(index.hash_fn, new, index.page_bytes, known, self._last)
-            self.keys += digests
-            self._last = digests[-1]
+            if known:
+                self.text.raw += new
+            else:
+                self.text.raw = bytearray(new)  # of this very size; one that grew has room to spare
+            self.keys += self.text.keys(index.page_hash, new, index.page_bytes, known, self._last)
+            self._last = self.keys[-1]
 
     def extend_given(self, ids: array[int], num_pages: int) -> None:
         """As `extend`, with prefix-chained ids that a trace gave in place of hashes."""
@@ -79,10 +82,10 @@ class HashChainIndex:
     ([1], [3])
     """
 
-    def __init__(self, num_pages: int, page_size: int, hash_fn: HashFn | str = "xxh3_128") -> None:
+    def __init__(self, num_pages: int, page_size: int, hash_fn: HashFn | str = "xxh3_64") -> None:
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
-        self.hash_fn = resolve_hash(hash_fn)
+        self.page_hash = resolve_hash(hash_fn)
         self.keys: list[Key | None] = [None] * (num_pages + 1)  # of each page; None: holds no content
         self.duplicates = 0  # pages whose content an earlier page holds too
         self._texts: list[PageText | None] = [None] * (num_pages + 1)
@@ -102,27 +105,34 @@ class HashChainIndex:
 
     def match(self, chain: PageChain, limit: int) -> list[int]:
         """Pages of the longest cached prefix, at most `limit` of them."""
-        keys = chain.keys if limit >= len(chain.keys) else chain.keys[:limit]
-        pages = list(takewhile(bool, map(self._first.get, keys, repeat(0))))
+        pages = self._look_up(chain.keys if limit >= len(chain.keys) else chain.keys[:limit])
         if self._confirmed(chain.text, pages):
             return pages
         return self._match_through_collisions(chain, limit)
 
+    def _look_up(self, keys: list[Key]) -> list[int]:
+        """The earliest inserted page under each key, up to the first key without one. Costs little beyond the hits."""
+        found: list[int] = []
+        size = FIRST_LOOK
+        while len(found) < len(keys):
+            pages = list(map(self._first.get, keys[len(found) : len(found) + size]))
+            if None in pages:
+                return found + pages[: pages.index(None)]  # type: ignore[operator]
+            found += pages  # type: ignore[arg-type]
+            size *= 2
+        return found
+
     def _confirmed(self, text: PageText, pages: list[int]) -> bool:
         """Do these pages hold this text, each at its place? One byte compare for each source they come from."""
-        if list(map(self._positions.__getitem__, pages)) != self._counted(len(pages))[: len(pages)]:
+        positions, texts = self._positions, self._texts
+        numbers = self._counted(len(pages))[: len(pages)]
+        if [positions[page] for page in pages] != numbers:
             return False
-        texts = list(map(self._texts.__getitem__, pages))
-        end = len(texts)
-        while end:
-            own = texts[end - 1]
-            if own is None or not own.same_prefix(text, end * self.page_bytes, end):
-                return False
-            start = texts.index(own)
-            if texts.count(own) != end - start:  # another source's pages stand between those of this one
-                return all(map(self._holds, pages, repeat(text), self._numbers))
-            end = start
-        return True
+        last_page_of = dict(zip([texts[page] for page in pages], numbers, strict=True))
+        return all(
+            own is not None and own.same_prefix(text, (last + 1) * self.page_bytes, last + 1)
+            for own, last in last_page_of.items()
+        )
 
     def _counted(self, count: int) -> list[int]:
         """0, 1, 2 ... `count` or beyond, always the same int objects: they compare by identity and are stored once."""
@@ -206,7 +216,7 @@ class HashChainIndex:
         for page in pages:
             key = own_keys[page]
             if key is not None:
-                if key in later:
+                if later and key in later:
                     self._drop_one_of_many(key, page)
                 else:
                     del first[key]
@@ -247,9 +257,9 @@ class HashChainIndex:
         return found
 
     def _wrong_keys(self, own: dict[int, Key], texts: dict[int, PageText]) -> list[int]:
-        digests = {id(text): _digests_of(self, text) for text in texts.values() if text.raw is not None}
+        keys = {id(text): _keys_of(self, text) for text in texts.values() if text.raw is not None}
         hashed = [page for page in own if page in texts and texts[page].raw is not None]
-        return [page for page in hashed if digests[id(texts[page])].get(self._positions[page]) != own[page]]
+        return [page for page in hashed if keys[id(texts[page])].get(self._positions[page]) != own[page]]
 
     def _num_distinct(self, key: Key) -> int:
         pages = [self._first[key], *self._later[key]]
@@ -260,9 +270,9 @@ class HashChainIndex:
         return text is not None and self._holds(other, text, self._positions[page])
 
 
-def _digests_of(index: HashChainIndex, text: PageText) -> dict[int, bytes]:
-    root = text.root_digest(index.hash_fn)
-    return dict(enumerate(text.hash_pages(index.hash_fn, bytes(text.raw or b""), index.page_bytes, 0, root)))
+def _keys_of(index: HashChainIndex, text: PageText) -> dict[int, Key]:
+    root = index.page_hash.root(text.scope)
+    return dict(enumerate(text.keys(index.page_hash, bytes(text.raw or b""), index.page_bytes, 0, root)))
 
 
 def _differ(left: dict[int, Key], right: dict[int, Key]) -> list[int]:

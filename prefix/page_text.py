@@ -5,21 +5,61 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import xxhash
 
 HashFn = Callable[[bytes], bytes]
 TOKEN_BYTES = 4
 
-HASH_FUNCTIONS: dict[str, HashFn] = {
-    "xxh3_128": xxhash.xxh3_128_digest,
-    "sha256": lambda data: hashlib.sha256(data).digest(),
+
+class PageHash(Protocol):
+    """How pages get their keys: each key stands for its page and, through the key before it, for all pages before."""
+
+    def root(self, scope: bytes) -> Any:
+        """What stands before the first page."""
+        ...
+
+    def keys(self, pages: list[bytes], above: Any) -> list[Any]:
+        """Keys of consecutive pages that follow the key `above`: one hash call a page."""
+        ...
+
+
+class Chained:
+    """Hashes the digest of the page before and the page: any function bytes -> bytes will do."""
+
+    def __init__(self, hash_fn: HashFn) -> None:
+        self.hash_fn = hash_fn
+
+    def root(self, scope: bytes) -> bytes:
+        return self.hash_fn(b"kvarena" + scope)
+
+    def keys(self, pages: list[bytes], above: bytes) -> list[bytes]:
+        hash_fn = self.hash_fn
+        return [above := hash_fn(above + page) for page in pages]
+
+
+class Seeded:
+    """64 bits of xxh3, seeded with the key of the page before: nothing is joined, and keys are small ints."""
+
+    def root(self, scope: bytes) -> int:
+        return xxhash.xxh3_64_intdigest(scope)
+
+    def keys(self, pages: list[bytes], above: int) -> list[int]:
+        hash_page = xxhash.xxh3_64_intdigest
+        return [above := hash_page(page, above) for page in pages]
+
+
+HASH_FUNCTIONS: dict[str, PageHash] = {
+    "xxh3_64": Seeded(),
+    "xxh3_128": Chained(xxhash.xxh3_128_digest),
+    "sha256": Chained(lambda data: hashlib.sha256(data).digest()),
 }
 
 
-def resolve_hash(hash_fn: HashFn | str) -> HashFn:
-    """A page hash by name, or a callable bytes -> bytes as it is. ValueError for anything else."""
+def resolve_hash(hash_fn: HashFn | str) -> PageHash:
+    """A page hash by name, or one that chains a callable bytes -> bytes. ValueError for anything else."""
     if isinstance(hash_fn, str):
         if hash_fn not in HASH_FUNCTIONS:
             raise ValueError(f"hash_fn: expected one of {', '.join(HASH_FUNCTIONS)} or a callable, found {hash_fn!r}")
@@ -27,7 +67,7 @@ def resolve_hash(hash_fn: HashFn | str) -> HashFn:
     digest = hash_fn(b"")
     if not isinstance(digest, bytes):
         raise ValueError(f"hash_fn: expected bytes -> bytes, found a result of type {type(digest).__name__}")
-    return hash_fn
+    return Chained(hash_fn)
 
 
 def encode(value: Hashable) -> bytes:
@@ -70,7 +110,7 @@ class PageText:
     ) -> None:
         self.namespace = namespace
         self.scope = encode(namespace)
-        self.extras = page_extras(extra_keys, page_size)
+        self.extras = page_extras(extra_keys, page_size) if extra_keys else ()
         self.raw = None if given else bytearray()
 
     def same_prefix(self, other: PageText, num_bytes: int, num_pages: int) -> bool:
@@ -88,24 +128,28 @@ class PageText:
     def _extras_before(self, num_pages: int) -> list[tuple[int, bytes, tuple[Any, ...]]]:
         return [item for item in self.extras if item[0] < num_pages]
 
-    def root_digest(self, hash_fn: HashFn) -> bytes:
-        """What stands before the first page: the namespace, which the chain carries into every later page."""
-        return hash_fn(b"kvarena" + self.scope)
+    def keys(self, page_hash: PageHash, tokens: bytes, width: int, position: int, above: Any) -> list[Any]:
+        """Keys of the pages in `tokens`, `width` bytes each; the first is page `position` and follows `above`.
 
-    def hash_pages(self, hash_fn: HashFn, tokens: bytes, width: int, position: int, digest: bytes) -> list[bytes]:
-        """Digests of the pages in `tokens`, `width` bytes each; the first is page `position` and follows `digest`.
-
-        One hash call a page, over (digest before, tokens, extra keys). The first two have fixed lengths, so what
-        follows them cannot be mistaken for either.
+        What is hashed of a page: its tokens, of fixed length, and then what images add to it.
         """
-        starts = range(0, len(tokens), width)
-        if not self.extras:
-            return [digest := hash_fn(digest + tokens[start : start + width]) for start in starts]
-        extras = {page: encoded for page, encoded, _ in self.extras}
-        return [
-            digest := hash_fn(digest + tokens[start : start + width] + extras.get(number, b""))
-            for number, start in enumerate(starts, position)
-        ]
+        pages = cut_pages(tokens, width)
+        for page, encoded, _ in self.extras:
+            if position <= page < position + len(pages):
+                pages[page - position] += encoded
+        return page_hash.keys(pages, above)
+
+
+def cut_pages(tokens: bytes, width: int) -> list[bytes]:
+    """Whole pages of `width` bytes. NumPy cuts them twice as fast as slices do; a decode step brings one.
+
+    >>> cut_pages(b"aabbcc", 2)
+    [b'aa', b'bb', b'cc']
+    """
+    if len(tokens) == width:
+        return [tokens]
+    pages: list[bytes] = np.frombuffer(tokens, np.dtype((np.void, width))).tolist()
+    return pages
 
 
 def page_extras(extra_keys: Iterable[Any], page_size: int) -> tuple[tuple[int, bytes, tuple[Any, ...]], ...]:

@@ -53,7 +53,7 @@ def test_invariants_hold_after_every_step(name: str, num_pages: int, seed: int) 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if "runs" not in name])
 def test_a_hash_that_always_collides_changes_no_decision(name: str) -> None:
     runs = []
-    for hash_fn in ("xxh3_128", lambda data: b"same"):
+    for hash_fn in ("xxh3_64", lambda data: b"same"):
         actors = Actors(BlockAllocator(24, setting(name), hash_fn=hash_fn), seed=5)
         runs.append([actors.step() for _ in range(300)])
     assert runs[0] == runs[1]

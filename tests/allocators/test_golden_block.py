@@ -53,9 +53,7 @@ def test_every_field_of_every_decision_is_vllms(logs: str, scenarios: str, name:
     assert first_difference(load_jsonl(find_log(logs, name)), ours) is None
 
 
-@pytest.mark.parametrize(
-    "hash_fn", [constant, short, "sha256", "xxh3_128"], ids=["constant", "short", "sha256", "xxh3"]
-)
+@pytest.mark.parametrize("hash_fn", [constant, short, "sha256", "xxh3_64"], ids=["constant", "short", "sha256", "xxh3"])
 @pytest.mark.parametrize(("logs", "scenarios", "name"), ALL)
 def test_decisions_do_not_depend_on_the_hash_function(logs: str, scenarios: str, name: str, hash_fn: Any) -> None:
     ours = decisions(find_log(scenarios, name), hash_fn)
