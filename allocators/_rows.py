@@ -8,12 +8,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
-from itertools import repeat
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from kvarena.allocators.interface import AllocatorError, Commit, Reservation, Sequence
 from numpy.typing import NDArray
+
+Ints: TypeAlias = "NDArray[np.int32]"
+UNCHANGED = (0, 0)
 
 
 class PageSource(Protocol):
@@ -45,12 +47,15 @@ class PageRows:
         self.source = source
         self.page_size = source.page_size
         self.max_requests = max_requests
+        self._shift = self.page_size.bit_length() - 1 if self.page_size & (self.page_size - 1) == 0 else -1
         self.width = -(-max_tokens // self.page_size)
         self._rows: dict[str, int] = {}
         self._free = list(range(max_requests, 0, -1))  # taken from the end, given back to it
-        self._counts = np.zeros(max_requests + 1, dtype=np.int64)
+        self._counts = np.zeros(max_requests + 1, dtype=np.int32)
         self._pages = np.zeros((max_requests + 1, self.width), dtype=np.int32)
-        self._dirty: list[tuple[int, int, int]] = []  # (row, first column, columns)
+        self._runs: list[tuple[int, int, int]] = []  # changed: (row, first column, columns)
+        self._places: list[tuple[Ints, Ints]] = []  # changed: rows and columns, one page each
+        self._last: tuple[list[Sequence], Ints] | None = None  # what `rows_of` answered last; None: rows moved
 
     def __contains__(self, seq: Sequence) -> bool:
         return seq.request_id in self._rows
@@ -88,15 +93,43 @@ class PageRows:
         if stop > start:
             self._note(row, start, self.source.page_ids(seq)[start:stop])
 
-    def append_each(self, seqs: ListLike[Sequence], page_ids: array[int]) -> None:
-        """One page more for each of these different sequences. A few array operations."""
-        rows = np.array(self.indices(seqs), dtype=np.int64)
+    def update_all(self, changes: Iterable[Reservation | Commit]) -> None:
+        """`update` for each, in order; runs of single pages for rows that exist go in as one."""
+        single: dict[int, Reservation] = {}
+        for change in changes:
+            row = self._rows.get(change.seq.request_id)
+            if row is not None and row not in single and change.rewritten == UNCHANGED:
+                count = 0 if isinstance(change, Commit) else len(change.page_ids)
+                if count < 2:
+                    if count:
+                        single[row] = change  # type: ignore[assignment]
+                    continue
+            self._append_single(single)
+            self.update(change)
+        self._append_single(single)
+
+    def _append_single(self, single: dict[int, Reservation]) -> None:
+        if single:
+            pages = [change.page_ids[0] for change in single.values()]
+            self._append(np.array(list(single), dtype=np.int32), pages, [change.seq for change in single.values()])
+            single.clear()
+
+    def append_each(self, seqs: ListLike[Sequence], members: ListLike[int], page_ids: array[int]) -> None:
+        """One page more for each of `members`, ascending places in these different sequences. A few array
+        operations."""
+        rows = self.rows_of(seqs)
+        if len(members) < len(rows):
+            rows = rows[np.array(members, dtype=np.int64)]
+            seqs = [seqs[member] for member in members]
+        self._append(rows, page_ids, seqs)
+
+    def _append(self, rows: Ints, page_ids: ListLike[int], seqs: ListLike[Sequence]) -> None:
         counts = self._counts[rows]
-        if (full := np.flatnonzero(counts >= self.width)).size:
-            self._check_width(seqs[int(full[0])], self.width + 1)
+        if (counts >= self.width).any():
+            self._check_width(seqs[int((counts >= self.width).argmax())], self.width + 1)
         self._pages[rows, counts] = page_ids
         self._counts[rows] = counts + 1
-        self._dirty += zip(rows.tolist(), counts.tolist(), repeat(1), strict=False)
+        self._places.append((rows, counts))
 
     def refresh(self, seq: Sequence) -> None:
         """Read the sequence's whole row again. O(pages)."""
@@ -111,6 +144,7 @@ class PageRows:
         del self._rows[seq.request_id]
         self._counts[row] = 0
         self._free.append(row)
+        self._last = None
 
     def pages(self, seq: Sequence) -> array[int]:
         """Page ids in the sequence's row."""
@@ -124,39 +158,56 @@ class PageRows:
         except KeyError:
             raise ValueError(f"request {seq.request_id} has no row: add it, or update with its reservation") from None
 
-    def indices(self, seqs: ListLike[Sequence]) -> list[int]:
-        """`index` of each."""
-        try:
-            return [self._rows[seq.request_id] for seq in seqs]
-        except KeyError:
-            return [self.index(seq) for seq in seqs]
-
-    def check_covered(self, seqs: ListLike[Sequence], rows: NDArray[np.int32], lens: NDArray[np.int32]) -> None:
-        """Raise ValueError unless each row, named once, has pages for `lens` tokens."""
+    def rows_of(self, seqs: ListLike[Sequence]) -> Ints:
+        """Rows of different sequences, int32 [B]; the same array while the same sequences are asked for and keep
+        their rows. ValueError: one has no row, or is named twice."""
+        seqs = seqs if isinstance(seqs, list) else list(seqs)
+        if self._last is not None and self._last[0] == seqs:
+            return self._last[1]
+        rows = np.array([self.index(seq) for seq in seqs], dtype=np.int32)
         if len(np.unique(rows)) != len(rows):
             raise ValueError(f"a sequence is named twice in one batch: {[seq.request_id for seq in seqs]}")
+        self._last = list(seqs), rows
+        return rows
+
+    def longest(self, rows: Ints) -> int:
+        """Most pages in one of these rows."""
+        return int(self._counts[rows].max()) if len(rows) else 0
+
+    def at(self, rows: Ints, columns: Ints) -> Ints:
+        """Page ids at these places."""
+        return self._pages[rows, columns]
+
+    def page_of(self, rows: Ints, positions: Ints) -> Ints:
+        """Page that holds one position of each row."""
+        return self._pages[rows, positions >> self._shift if self._shift >= 0 else positions // self.page_size]
+
+    def check_covered(self, seqs: ListLike[Sequence], rows: Ints, lens: Ints) -> None:
+        """Raise ValueError unless each row has pages for its `lens` tokens."""
         covered = self._counts[rows] * self.page_size
-        if (short := np.flatnonzero(lens > covered)).size:
-            at = int(short[0])
+        short = lens > covered
+        if short.any():
+            at = int(short.argmax())
             raise ValueError(
                 f"request {seqs[at].request_id}: {int(lens[at])} tokens after this step, its row covers "
                 f"{int(covered[at])} (reserve first, and update with the reservation)"
             )
 
-    def take_changes(self) -> NDArray[np.int32]:
+    def take_changes(self) -> Ints:
         """Entries changed since the last call, int32 [3, n]: row, column, page.
 
         A place noted twice has its latest page both times, so the order of writing them does not matter.
         """
-        if not self._dirty:
-            return np.empty((3, 0), dtype=np.int32)
-        notes = np.array(self._dirty, dtype=np.int64)
-        self._dirty.clear()
-        counts = notes[:, 2]
-        rows = np.repeat(notes[:, 0], counts)
-        first = np.repeat(notes[:, 1] - (np.cumsum(counts) - counts), counts)
-        columns = first + np.arange(len(rows))
-        return np.stack([rows, columns, self._pages[rows, columns]]).astype(np.int32)
+        places, self._places = self._places, []
+        if self._runs:
+            places.append(_places_of(np.array(self._runs, dtype=np.int32)))
+            self._runs.clear()
+        if not places:
+            return _NO_CHANGES
+        rows, columns = places[0] if len(places) == 1 else (np.concatenate(each) for each in zip(*places, strict=True))
+        changes = np.empty((3, len(rows)), dtype=np.int32)
+        changes[0], changes[1], changes[2] = rows, columns, self._pages[rows, columns]
+        return changes
 
     def check(self, seqs: Iterable[Sequence]) -> None:
         """Rebuild every row from the source and compare; `seqs` are all live sequences. Raises AllocatorError."""
@@ -184,4 +235,15 @@ class PageRows:
 
     def _note(self, row: int, start: int, pages: array[int]) -> None:
         self._pages[row, start : start + len(pages)] = pages
-        self._dirty.append((row, start, len(pages)))
+        self._runs.append((row, start, len(pages)))
+
+
+_NO_CHANGES = np.empty((3, 0), dtype=np.int32)
+
+
+def _places_of(runs: Ints) -> tuple[Ints, Ints]:
+    """Rows and columns of runs [n, 3] of (row, first column, columns)."""
+    counts = runs[:, 2]
+    rows = np.repeat(runs[:, 0], counts)
+    first = np.repeat(runs[:, 1] - (np.cumsum(counts) - counts), counts)
+    return rows, (first + np.arange(len(rows))).astype(np.int32)

@@ -32,7 +32,6 @@ Example, S = 4: a has 6 tokens in pages [5, 2] and adds 1; b has nothing and bri
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
@@ -41,14 +40,17 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from kvarena.allocators._packing import MIN_STAGED_PAGES, Packed, StepPacking
 from kvarena.allocators._rows import PageRows, PageSource
 from kvarena.allocators.decode_batch import StepReservation
 from kvarena.allocators.interface import AllocatorError, Commit, Reservation, Sequence
 from kvarena.kernels.page_table import PageTable
+from kvarena.kernels.step import StepBuffers, apply_step, gather_rows
 from numpy.typing import NDArray
 from torch import Tensor
 
-MIN_STAGED_PAGES = 1024  # changed pages that travel with the batch's header; more of them go in a second copy
+__all__ = ["MIN_STAGED_PAGES", "Batch", "BlockTableAdapter", "PageSource", "ReqToTokenAdapter"]
+MAX_VIEWS = 1024  # batch shapes whose views are kept
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Batch:
     max_seq_len: int
 
 
-class _TableAdapter(ABC):
+class _TableAdapter:
     """Rows, changes and the upload, the same for both tables.
 
     allocator         any `PageSource`: an allocator
@@ -86,6 +88,7 @@ class _TableAdapter(ABC):
     """
 
     tokens_per_entry: int
+    gathers: bool  # the batch's rows stand in a table of their own
 
     def __init__(
         self,
@@ -104,22 +107,23 @@ class _TableAdapter(ABC):
         self.max_requests = max_requests
         self.max_batch_tokens = max(max_batch_tokens, max_requests)
         self.device = torch.device(device)
-        self._compute_slots = _slots_by_torch if slots_by == "torch" else _slots_by_triton()
-        self._make_buffers()
+        self._views: dict[tuple[int, int], tuple[PageTable, Tensor, Tensor, Tensor]] = {}
+        self._make_buffers(slots_by)
 
-    def _make_buffers(self) -> None:
+    def _make_buffers(self, slots_by: Literal["triton", "torch"]) -> None:
         requests, tokens = self.max_requests, self.max_batch_tokens
-        self._header = 3 * requests + 1
-        self._upload = _Upload(self._header + 3 * max(MIN_STAGED_PAGES, 4 * requests), self.device)
-        inbox = self._upload.device_buffer
-        self._batch_rows = inbox[:requests]
-        self._seq_lens = inbox[requests : 2 * requests]
-        self._query_start_loc = inbox[2 * requests : self._header]
-        self._positions = torch.zeros(tokens, dtype=torch.int64, device=self.device)
-        self._slot_mapping = torch.zeros(tokens, dtype=torch.int64, device=self.device)
-        self._token_index = torch.arange(tokens, dtype=torch.int32, device=self.device)
-        columns = self.host.width * (self.page_size // self.tokens_per_entry)
+        expand = self.page_size // self.tokens_per_entry
+        columns = self.host.width * expand
         self.entries = torch.zeros(requests + 1, columns, dtype=torch.int32, device=self.device)
+        gathered = torch.zeros_like(self.entries[1:]) if self.gathers else None
+        self._table_entries = self.entries if gathered is None else gathered
+        self._packing = StepPacking(self.host, tokens, gathered is not None)
+        self._upload = _Upload(self._packing.capacity, self.device)
+        positions, slots = (torch.zeros(tokens, dtype=torch.int64, device=self.device) for _ in range(2))
+        packed = self._upload.device_buffer
+        self._buffers = StepBuffers(
+            packed, self.entries, gathered, positions, slots, requests, self.page_size, expand, slots_by
+        )
 
     def __contains__(self, seq: Sequence) -> bool:
         return seq in self.host
@@ -140,13 +144,12 @@ class _TableAdapter(ABC):
 
     def update_all(self, changes: Iterable[Reservation | Commit]) -> None:
         """`update` for each result of one `reserve` or `commit` call."""
-        for change in changes:
-            self.host.update(change)
+        self.host.update_all(changes)
 
     def update_step(self, step: StepReservation) -> None:
         """Note what a decode batch's step reserved; its sequences have rows. Costs a few array operations."""
         if step.one_page_each:
-            self.host.append_each([step.seqs[member] for member in step.members], step.page_ids)
+            self.host.append_each(step.seqs, step.members, step.page_ids)
         else:
             self.update_all(step.reservations())
 
@@ -176,20 +179,16 @@ class _TableAdapter(ABC):
         """The step in which each sequence computes `num_new_tokens` tokens behind `num_computed_tokens`.
 
         Raises ValueError for a sequence without row, named twice, or whose row does not cover its new tokens, and
-        for a batch larger than the buffers. Costs one host-to-device copy of 3 max_requests + 1 integers and three
-        a changed page; no synchronisation.
+        for a batch larger than the buffers. Costs one host-to-device copy of 4 max_requests + 2 integers, one a page
+        of new tokens and three or four a changed page; one launch, and one more where a block table has other
+        members than the step before; no synchronisation.
         """
-        num_tokens = sum(num_new_tokens)
-        size, tokens = self._padded_shape(len(seqs), num_tokens, pad_requests, pad_tokens)
+        size, tokens = self._padded_shape(len(seqs), sum(num_new_tokens), pad_requests, pad_tokens)
         buffer = self._upload.host_buffer()
-        longest_query, longest = self._write_header(buffer, seqs, num_new_tokens)
-        self._send_changes(buffer)
-        starts = self._query_start_loc[: size + 1]
-        table = self._table(len(seqs), size, -(-longest // self.page_size))
-        positions = self._fill_positions(starts, size, num_tokens, tokens)
-        slots = self._slot_mapping[:tokens]
-        self._compute_slots(table, starts, positions[:num_tokens], slots)
-        return Batch(table, slots, starts, positions, len(seqs), num_tokens, longest_query, longest)
+        packed = self._packing.pack(buffer, seqs, num_new_tokens)
+        self._send(buffer, packed, len(seqs), tokens)
+        views = self._views.get((size, tokens)) or self._make_views(size, tokens)
+        return Batch(*views, len(seqs), packed.num_tokens, packed.longest_query, packed.longest)
 
     def _padded_shape(
         self, requests: int, tokens: int, pad_requests: int | None, pad_tokens: int | None
@@ -202,61 +201,48 @@ class _TableAdapter(ABC):
             raise ValueError(f"batch of {tokens} tokens, padded to {total}: at most {self.max_batch_tokens} fit")
         return size, total
 
-    def _write_header(
-        self, buffer: NDArray[np.int32], seqs: ListLike[Sequence], num_new_tokens: ListLike[int]
-    ) -> tuple[int, int]:
-        """Fill rows | seq_lens | query_start_loc; returns (longest query, longest sequence)."""
-        count, limit = len(seqs), self.max_requests
-        new = np.array(num_new_tokens, dtype=np.int64)
-        if len(new) != count or (count and new.min() < 0):
-            raise ValueError(f"num_new_tokens: expected {count} numbers >= 0, found {list(num_new_tokens)}")
-        buffer[: self._header] = 0
-        rows, lens, starts = buffer[:count], buffer[limit : limit + count], buffer[2 * limit : self._header]
-        rows[:] = self.host.indices(seqs)
-        lens[:] = [seq.num_computed_tokens for seq in seqs]
-        lens += new.astype(np.int32)
-        self.host.check_covered(seqs, rows, lens)
-        starts[1 : count + 1] = np.cumsum(new)
-        starts[count + 1 :] = starts[count]
-        return (int(new.max()), int(lens.max())) if count else (0, 0)
+    def _make_views(self, size: int, tokens: int) -> tuple[PageTable, Tensor, Tensor, Tensor]:
+        """What a batch padded to `size` requests and `tokens` tokens hands out; made once a shape."""
+        if len(self._views) >= MAX_VIEWS:
+            self._views.clear()
+        buffers, (rows, lens, starts, _, _) = self._buffers, self._buffers.offsets
+        packed = buffers.packed
+        table = self._table(packed[rows : rows + size], packed[lens : lens + size])
+        query_start_loc = packed[starts : starts + size + 1]
+        views = table, buffers.slots[:tokens], query_start_loc, buffers.positions[:tokens]
+        self._views[size, tokens] = views
+        return views
 
-    def _send_changes(self, buffer: NDArray[np.int32]) -> None:
-        """Send header and changed entries; changes that the buffer cannot hold go in a copy of their own."""
-        changes = self.host.take_changes()
-        end = self._header + changes.size
+    def _table(self, rows: Tensor, seq_lens: Tensor) -> PageTable:
+        return PageTable(self.entries, rows, seq_lens, self.tokens_per_entry)
+
+    def _send(self, buffer: NDArray[np.int32], packed: Packed, count: int, tokens: int) -> None:
+        """Send the step and the changed entries, and carry them out; changes that the buffer cannot hold go in a
+        copy of their own."""
+        changes = self._packing.take_changes()
+        end, own = packed.end + changes.size, None
         if end <= len(buffer):
-            buffer[self._header : end] = changes.reshape(-1)
-            sent = self._upload.send(end)[self._header :].view(3, -1)
+            buffer[packed.end : end] = changes.reshape(-1)
+            self._upload.send(end)
         else:
-            self._upload.send(self._header)
-            sent = torch.from_numpy(changes).to(self.device)
-        if changes.size:
-            self._scatter(sent[0].long(), sent[1].long(), sent[2])
+            self._upload.send(packed.end)
+            own = torch.from_numpy(changes.reshape(-1)).to(self.device)
+        longest = max(packed.longest_query, tokens - packed.num_tokens)
+        at = packed.end if own is None else 0
+        apply_step(self._buffers, count, tokens, longest, changes.shape[1], at, own)
 
-    def _fill_positions(self, starts: Tensor, size: int, num_tokens: int, tokens: int) -> Tensor:
-        positions = self._positions[:tokens]
-        positions[num_tokens:] = 0
-        if num_tokens:
-            index = self._token_index[:num_tokens]
-            request = torch.searchsorted(starts[1:], index, right=True)
-            positions[:num_tokens] = (self._seq_lens[:size] - starts[1:])[request] + index
-        return positions
-
-    @abstractmethod
-    def _scatter(self, rows: Tensor, columns: Tensor, pages: Tensor) -> None:
-        """Write pages to (row, page column) of `entries`; int64, int64, int32 [n]."""
-
-    @abstractmethod
-    def _table(self, count: int, size: int, columns: int) -> PageTable:
-        """The table of the batch whose header was sent: `count` requests of at most `columns` pages, padded to
-        `size`."""
+    def _send_changes(self) -> None:
+        """Send changed entries outside of a batch, whose tensors stay as they are."""
+        changes = self._packing.take_changes()
+        own = torch.from_numpy(changes.reshape(-1)).to(self.device)
+        apply_step(self._buffers, -1, 0, 0, changes.shape[1], 0, own)
 
     def nbytes(self) -> dict[str, int]:
         """Device bytes by buffer: a part of what an allocator costs, beside the pool itself."""
-        inbox = self._upload.device_buffer
-        buffers = {name.lstrip("_"): value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        own = {name: value for name, value in buffers.items() if value._base is not inbox}
-        return {name: value.numel() * value.element_size() for name, value in {**own, "inbox": inbox}.items()}
+        buffers = self._buffers
+        found = {"inbox": buffers.packed, "entries": self.entries, "gathered": buffers.gathered}
+        found |= {"positions": buffers.positions, "slot_mapping": buffers.slots}
+        return {name: t.numel() * t.element_size() for name, t in found.items() if t is not None}
 
     def check(self, seqs: Iterable[Sequence]) -> None:
         """Rebuild every row from the allocator and compare host and device; `seqs` are all live sequences.
@@ -265,7 +251,7 @@ class _TableAdapter(ABC):
         """
         live = list(seqs)
         self.host.check(live)
-        self._send_changes(self._upload.host_buffer())
+        self._send_changes()
         if self.entries[0].any():
             raise AllocatorError(f"row 0, the padding row, names {self.entries[0].unique().tolist()} on the device")
         for seq in live:
@@ -287,28 +273,31 @@ class _TableAdapter(ABC):
 class BlockTableAdapter(_TableAdapter):
     """Page ids, one entry a page; the batch's rows are gathered on the device, as kernels with a block table expect.
 
-    vLLM 0.32.0's runner does the same: a row for each request, gathered each step into the batch's input table.
+    vLLM 0.32.0's runner does the same: a row for each request, gathered each step into the batch's input table. Here
+    they are gathered when the batch's members change; a step of the same members writes what changed to both.
     """
+
+    gathers = True
 
     def __init__(self, allocator: PageSource, **options: Any) -> None:
         self.tokens_per_entry = allocator.page_size
         super().__init__(allocator, **options)
-
-    def _make_buffers(self) -> None:
-        super()._make_buffers()
-        self._gathered = torch.zeros_like(self.entries[1:])
         self._in_order = torch.arange(self.max_requests, dtype=torch.int32, device=self.device)
+        self._gathered_rows: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
-    def _scatter(self, rows: Tensor, columns: Tensor, pages: Tensor) -> None:
-        self.entries[rows, columns] = pages
+    def _send(self, buffer: NDArray[np.int32], packed: Packed, count: int, tokens: int) -> None:
+        super()._send(buffer, packed, count, tokens)
+        if packed.rows is not self._gathered_rows:
+            gather_rows(self._buffers, count, self.host.longest(packed.rows), len(self._gathered_rows))
+            self._packing.place(packed.rows)
+            self._gathered_rows = packed.rows
 
-    def _table(self, count: int, size: int, columns: int) -> PageTable:
-        gathered = self._gathered[:size]
-        if columns:
-            gathered[:count, :columns] = self.entries[:, :columns].index_select(0, self._batch_rows[:count])
-        if size > count:
-            gathered[count:] = 0
-        return PageTable(gathered, self._in_order[:size], self._seq_lens[:size], self.tokens_per_entry)
+    def _table(self, rows: Tensor, seq_lens: Tensor) -> PageTable:
+        size = len(rows)
+        return PageTable(self._table_entries[:size], self._in_order[:size], seq_lens, self.tokens_per_entry)
+
+    def nbytes(self) -> dict[str, int]:
+        return {**super().nbytes(), "in_order": self._in_order.numel() * self._in_order.element_size()}
 
 
 class ReqToTokenAdapter(_TableAdapter):
@@ -318,17 +307,7 @@ class ReqToTokenAdapter(_TableAdapter):
     """
 
     tokens_per_entry = 1
-
-    def _make_buffers(self) -> None:
-        super()._make_buffers()
-        self._in_page = torch.arange(self.page_size, dtype=torch.int32, device=self.device)
-
-    def _scatter(self, rows: Tensor, columns: Tensor, pages: Tensor) -> None:
-        slots = pages[:, None] * self.page_size + self._in_page
-        self.entries[rows[:, None], columns[:, None] * self.page_size + self._in_page] = slots
-
-    def _table(self, count: int, size: int, columns: int) -> PageTable:
-        return PageTable(self.entries, self._batch_rows[:size], self._seq_lens[:size], self.tokens_per_entry)
+    gathers = False
 
 
 class _Upload:
@@ -341,38 +320,19 @@ class _Upload:
         pinned = device.type == "cuda"
         self.device_buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
         self._hosts = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
-        self._done: list[torch.cuda.Event | None] = [None, None]
+        self._events = [torch.cuda.Event() for _ in self._hosts] if pinned else []
+        self._arrays = [host.numpy() for host in self._hosts]
         self._turn = 0
 
     def host_buffer(self) -> NDArray[np.int32]:
         """The buffer to write now, int32 [capacity]; waits until its last copy has left it."""
         self._turn ^= 1
-        event = self._done[self._turn]
-        if event is not None:
-            event.synchronize()
-        return self._hosts[self._turn].numpy()
+        if self._events:
+            self._events[self._turn].synchronize()
+        return self._arrays[self._turn]
 
-    def send(self, count: int) -> Tensor:
-        """Copy the first `count` integers; returns them on the device."""
-        target = self.device_buffer[:count]
-        target.copy_(self._hosts[self._turn][:count], non_blocking=True)
-        if target.is_cuda:
-            self._done[self._turn] = torch.cuda.Event()
-            self._done[self._turn].record()  # type: ignore[union-attr]
-        return target
-
-
-def _slots_by_triton() -> Any:
-    from kvarena.kernels.slots import compute_slot_mapping
-
-    return compute_slot_mapping
-
-
-def _slots_by_torch(table: PageTable, starts: Tensor, positions: Tensor, out: Tensor) -> Tensor:
-    """What the kernel computes, for any page size."""
-    out[len(positions) :] = -1
-    index = torch.arange(len(positions), dtype=torch.int32, device=out.device)
-    row = table.rows[torch.searchsorted(starts[1:], index, right=True)].long()
-    entry = table.entries[row, positions // table.tokens_per_entry].long()
-    out[: len(positions)] = entry * table.tokens_per_entry + positions % table.tokens_per_entry
-    return out
+    def send(self, count: int) -> None:
+        """Copy the first `count` integers."""
+        self.device_buffer[:count].copy_(self._hosts[self._turn][:count], non_blocking=True)
+        if self._events:
+            self._events[self._turn].record()

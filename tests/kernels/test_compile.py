@@ -19,6 +19,8 @@ KERNELS = {
     "_copy_kernel",
     "_pack_kernel",
     "_slots_kernel",
+    "_step_kernel",
+    "_gather_kernel",
     "_merge_kernel",
     "_decode_kernel",
     "_combine_kernel",

@@ -25,6 +25,7 @@ from kvarena.kernels.merge import merge_states
 from kvarena.kernels.page_table import PageTable
 from kvarena.kernels.pool import KVPool
 from kvarena.kernels.slots import compute_slot_mapping
+from kvarena.kernels.step import StepBuffers, apply_step, gather_rows
 from kvarena.kernels.store import store_kv
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
@@ -159,6 +160,14 @@ def other_cases() -> Iterator[tuple[str, Callable[[], object]]]:
             f"slots-E{entry}-cp{size}",
             lambda t=table, s=starts, p=positions, c=size: compute_slot_mapping(t, s, p, p.clone(), cp_size=c),
         )
+    for size, expand in ((16, 1), (16, 16), (1, 1), (3, 3)):
+        packed, entries = torch.zeros(4096, dtype=torch.int32), torch.zeros((5, 64 * expand), dtype=torch.int32)
+        gathered = torch.zeros_like(entries[1:]) if expand == 1 else None
+        numbers = (torch.zeros(512, dtype=torch.int64) for _ in range(2))
+        step = StepBuffers(packed, entries, gathered, *numbers, 4, size, expand)
+        yield f"step-S{size}-{expand}", lambda s=step: apply_step(s, 3, 8, 1, 2, 40)
+        if expand == 1:
+            yield f"step-gather-S{size}", lambda s=step: gather_rows(s, 3, 8, 4)
     out, lse = torch.zeros((4, 32, 128), dtype=BF16), torch.zeros((4, 32))
     yield "merge", lambda: merge_states(out, lse, out, lse)
 
