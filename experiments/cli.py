@@ -13,6 +13,7 @@ from kvarena.experiments.commands import add_commands
 from kvarena.experiments.engine.commands import add_run_command
 from kvarena.experiments.fork_commands import add_fork_command
 from kvarena.experiments.model.cli import add_generate_command
+from kvarena.experiments.resample_commands import add_resample_command
 from kvarena.experiments.study_commands import add_study_commands
 from kvarena.experiments.traces.cli import trace_app
 from kvarena.experiments.verify_commands import verify_app
@@ -75,6 +76,7 @@ add_commands(app)
 add_run_command(app)
 add_generate_command(app)
 add_study_commands(app)
+add_resample_command(app)
 add_fork_command(app)
 
 

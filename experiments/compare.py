@@ -48,6 +48,7 @@ def compare(
     requests: int | None = None,
     format: str | None = None,
     unit: Literal["tokens", "ids"] | None = None,
+    resample: int | None = None,
     options: Mapping[str, Any] | None = None,
     live: int | None = None,
     outputs: Literal["none", "replay"] | None = None,

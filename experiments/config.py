@@ -35,6 +35,7 @@ class WorkloadConfig(_Section):
     seeds     how many seeds (0, 1, ...), or a list of them; a trace without randomness has one run
     requests  only the first so many; None: all
     unit      "tokens", or "ids": each id of a hashed trace is one token (page_size then counts ids)
+    resample  k >= 1: the k-th draw of the trace's sessions or prefix families (`families.py`); None: as it is
     options   parameters of a built-in workload
     """
 
@@ -43,6 +44,7 @@ class WorkloadConfig(_Section):
     seeds: PositiveInt | Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1)] = 1
     requests: PositiveInt | None = None
     unit: Literal["tokens", "ids"] = "tokens"
+    resample: PositiveInt | None = None
     options: dict[str, Any] = Field(default_factory=dict)
 
     @property

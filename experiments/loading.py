@@ -49,12 +49,16 @@ def is_seeded(config: Config, source: Any = None) -> bool:
 
 
 def _load(config: Config, seed: int, source: Any) -> Workload:
+    from kvarena.experiments.families import resampled
     from kvarena.experiments.traces import load_trace
 
     asked = config.workload
     options = {**asked.options, "seed": seed} if is_seeded(config, source) else dict(asked.options)
     trace = load_trace(asked.trace if source is None else source, asked.format, limit=asked.requests, **options)
-    requests = list(trace)[: asked.requests]
+    if asked.resample is not None:
+        trace = resampled(trace, asked.resample, asked.requests)
+    requests = list(trace)
+    requests = requests if asked.resample is not None else requests[: asked.requests]
     tokens_per_id = 1
     if asked.unit == "ids":
         requests, tokens_per_id = as_ids(requests), trace.visible.grain

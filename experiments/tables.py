@@ -33,6 +33,7 @@ MEASURES = {
     "rejected": ("requests rejected", "count"),
     "cut_output_tokens": ("reply tokens not replayed", "count"),
 }
+NOISE = " ~"
 BUDGET_LINES = {
     "kv_bytes": "KV of pages",
     "padding_page_bytes": "padding page",
@@ -95,6 +96,8 @@ def hit_rate_table(result: Result) -> Table:
     rows.append(["infinite cache", *ceilings, *([""] * len(others))])
     seeds = result.summary["seed"].nunique()
     spread = f"mean of {seeds} seeds, range of the paired differences in brackets" if seeds > 1 else "one run"
+    if any(cell.endswith(NOISE) for row in rows for cell in row):
+        spread += f"; {NOISE.strip()}: within noise (the 95 % interval of the mean holds zero)"
     legend = [f"{short[name]}: {label}" for name, label in result.labels.items() if label != short[name]]
     title = f"Token hit rate over first admissions, {result.manifest['trace']}"
     return Table(title, columns, rows, [f"{spread}; differences in points", *legend])
@@ -268,4 +271,15 @@ def _difference(a: list[float | None], b: list[float | None]) -> str:
     if not pairs:
         return "–"
     text = f"{sum(pairs) / len(pairs):+.2f}"
-    return text if len(pairs) == 1 else f"{text} [{min(pairs):+.2f}, {max(pairs):+.2f}]"
+    if len(pairs) == 1:
+        return text
+    return f"{text} [{min(pairs):+.2f}, {max(pairs):+.2f}]{NOISE if _within_noise(pairs) else ''}"
+
+
+def _within_noise(pairs: list[float]) -> bool:
+    """Whether the nominal 95 % t interval of the mean paired difference holds zero."""
+    if min(pairs) == max(pairs):
+        return pairs[0] == 0
+    from scipy.stats import ttest_1samp
+
+    return bool(ttest_1samp(pairs, 0).pvalue > 0.05)

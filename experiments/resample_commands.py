@@ -1,0 +1,85 @@
+"""The command that says how sure a difference is. It imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from kvarena.experiments.resample import Replicates
+
+EXAMPLES = """Examples:\n
+kvarena resample chat --out out/sure\n
+kvarena resample --trace mooncake-conversation --set unit=ids --pool 10% --out out/sure\n
+kvarena resample my.toml --replicates 100 --jobs 8 --out out/sure"""
+
+
+def add_resample_command(app: typer.Typer) -> None:
+    """Mount the command of this module."""
+    app.command(epilog=EXAMPLES)(resample)
+
+
+def resample(
+    out: Annotated[Path, typer.Option(help="Folder of the study; an unfinished one there is carried on.")],
+    what: Annotated[
+        str | None,
+        typer.Argument(metavar="[TRACE|CONFIG.toml]", help="A workload, a trace, or a config. Default: chat."),
+    ] = None,
+    trace: Annotated[str | None, typer.Option(help="Path or name of a trace.")] = None,
+    allocators: Annotated[list[str] | None, typer.Option(help="As in compare. Repeatable.")] = None,
+    pool: Annotated[list[str] | None, typer.Option(help="As in compare. Repeatable.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model shape, such as llama-3-8b.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Only the first so many requests.", min=1)] = None,
+    replicates: Annotated[int, typer.Option(help="How many resamples of the trace.", min=10)] = 30,
+    jobs: Annotated[int | None, typer.Option(help="Processes at once; default: one a core.", min=1)] = None,
+    ray: Annotated[str | None, typer.Option(help="'local', or the address of a Ray cluster.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any config field.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
+) -> None:
+    """Say how sure the differences are: redraw the trace's sessions or prefix families, rerun all allocators, and give
+    95 % intervals of the paired differences, corrected for their number."""
+    from kvarena.experiments.commands import compare_config
+    from kvarena.experiments.resample import replicate
+
+    flags: dict[str, Any] = {"trace": trace, "allocators": allocators, "pool": pool, "model": model}
+    config = compare_config(what, set_ or [], **flags, requests=requests, seeds=None)
+    found = replicate(config, out, replicates=replicates, jobs=jobs, ray=ray, progress=not quiet)
+    _draw(found, out / "intervals")
+    _print(found)
+    print(f"{out / 'intervals.csv'}, {out / 'intervals.png'}")
+
+
+def _draw(found: Replicates, stem: Path) -> None:
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+    from kvarena.experiments.report import result_footer
+    from kvarena.experiments.resample import plot_intervals
+    from kvarena.experiments.style import STYLE, add_footer, save_figure
+
+    with mpl.rc_context(STYLE):
+        plt.switch_backend("agg")
+        figure: Any = plot_intervals(found).get_figure()
+        add_footer(figure, result_footer(found.result))
+        save_figure(figure, stem)
+        plt.close(figure)
+
+
+def _print(found: Replicates) -> None:
+    from kvarena.experiments.resample import interval_table
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    table = interval_table(found)
+    console = Console()
+    console = Console(width=None if console.is_terminal else 140)
+    shown = RichTable(title=Text(table.title))
+    for place, head in enumerate(table.columns):
+        shown.add_column(Text(head), justify="left" if place < 2 else "right")
+    for row in table.rows:
+        shown.add_row(*map(Text, row))
+    console.print(shown)
+    for note in table.notes:
+        console.print(Text(note, style="dim"))
