@@ -22,6 +22,7 @@ from typing import Any
 
 from kvarena.allocators import block_fork
 from kvarena.allocators._arguments import check_reason, refuse_twice, whole
+from kvarena.allocators.block_batch import BlockDecodeBatch
 from kvarena.allocators.block_check import describe, problems
 from kvarena.allocators.block_hashed import HashedPages
 from kvarena.allocators.block_rows import PageStore, Plan, Row
@@ -49,6 +50,7 @@ from kvarena.allocators.window import SlidingWindow
 from kvarena.prefix.page_text import HashFn
 
 NO_ANSWER: Any = None  # stands in a batch's answers until the sequence is served
+NO_PAGES = array("i")
 
 
 class BlockAllocator(KVAllocator):
@@ -135,8 +137,8 @@ class BlockAllocator(KVAllocator):
             if row is not None and row.seq is seq and type(n) is int and 0 < n <= row.settled - seq.num_computed_tokens:
                 answers.append(row.no_change or row.nothing_new())
                 continue
-            plan = self._plan(seq, n)
-            plan.place = len(answers)
+            plan = self._plan(seq, n, len(answers))
+            plan.row.leave_batch()
             work.append(plan)
             answers.append(NO_ANSWER)
         return self._serve_all(work, answers) if work else answers
@@ -152,7 +154,7 @@ class BlockAllocator(KVAllocator):
             answers[plan.place] = self._serve(plan)
         return answers
 
-    def _plan(self, seq: Sequence, n: int) -> Plan:
+    def _plan(self, seq: Sequence, n: int, place: int) -> Plan:
         """What has to be done for n more tokens."""
         row = self._rows.get(seq.request_id) or self._pins.get(seq.request_id)
         if row is None or row.seq is not seq:
@@ -162,9 +164,12 @@ class BlockAllocator(KVAllocator):
         end = seq.num_computed_tokens + n
         if n < 1 and (n < 0 or end == 0 or seq.request_id in self._rows):
             raise ValueError(f"request {seq.request_id!r}: expected n >= 1 tokens, found {n}")
+        return self._plan_row(row, end, place)
+
+    def _plan_row(self, row: Row, end: int, place: int) -> Plan:
         take = -(-end // self.page_size) - len(row.pages)
-        plan = Plan(row, end, take if take > 0 else 0)
-        if self._window is not None and seq.request_id in self._rows:
+        plan = Plan(row, end, take if take > 0 else 0, place)
+        if self._window is not None and row.seq.request_id in self._rows:
             plan.low, plan.high = self._window.left_behind(row.committed, row.pages)
         return plan
 
@@ -215,19 +220,20 @@ class BlockAllocator(KVAllocator):
     def _serve(self, plan: Plan) -> Reservation:
         row = plan.row
         freed = self._drop_left_behind(plan) if plan.low < plan.high else ()
-        taken, evicted = self._take(row, plan.take) if plan.take else (array("i"), ())
-        duplicates = self._publish(row, plan.end) if row.publishes else ()
+        taken, evicted = self._take(row, plan.take) if plan.take else (NO_PAGES, ())
+        fills_a_page = row.publishes and plan.end >= (row.published + 1) * self.page_size
+        duplicates = self._publish(row, plan.end) if fills_a_page else ()
         row.settled = self._settled(row)
         if not (taken or duplicates or plan.low < plan.high):
             return row.nothing_new()
-        return Reservation(row.seq, taken, (), evicted, freed, duplicates, (plan.low, plan.high))
+        return Reservation(row.seq, taken or array("i"), (), evicted, freed, duplicates, (plan.low, plan.high))
 
     def _settled(self, row: Row) -> int:
         """Tokens up to which a `reserve` for this row finds nothing to do: no page to take, publish or drop."""
         if self._window is not None:
             return 0
-        slots = len(row.pages) * self.page_size
-        return min(slots, (row.published + 1) * self.page_size - 1) if row.publishes else slots
+        num_pages, size = len(row.pages), self.page_size
+        return (row.published + 1) * size - 1 if row.publishes and row.published < num_pages else num_pages * size
 
     def _take(self, row: Row, count: int) -> tuple[array[int], PageIds]:
         taken, evicted = self._store.take(row, count)
@@ -292,6 +298,8 @@ class BlockAllocator(KVAllocator):
         row = self._rows.get(seq.request_id)
         if row is None or row.seq is not seq:
             raise ValueError(f"request {seq.request_id!r} is not live: reserve before committing")
+        if row.batch is not None:
+            row.leave_batch()
         if type(n) is not int:
             n = whole(n, f"request {seq.request_id!r}: tokens to commit")
         if not 0 <= n <= len(row.pages) * self.page_size:
@@ -346,6 +354,7 @@ class BlockAllocator(KVAllocator):
     def _remove_row(self, seq: Sequence) -> Row:
         live = self._rows if seq.request_id in self._rows else self._pins
         row = live.pop(seq.request_id)
+        row.leave_batch()
         if live is self._rows:
             self._open.pop(seq.request_id, None)
             self._wasted -= len(row.pages) * self.page_size - row.committed
@@ -362,6 +371,35 @@ class BlockAllocator(KVAllocator):
         if dropped and self.events.enabled:
             self.events.add(EventKind.EVICT, row.seq.request_id, dropped, "abort")
         return dropped
+
+    # decode batches
+
+    def decode_batch(self, seqs: Iterable[Sequence]) -> BlockDecodeBatch:
+        """These sequences as a batch that gains one token each in one call."""
+        return BlockDecodeBatch(self, seqs)
+
+    def bind(self, seq: Sequence, batch: BlockDecodeBatch) -> Row:
+        """The row of a live sequence, for a batch that wants to hear when another verb touches it."""
+        row = self._rows.get(seq.request_id)
+        if row is None or row.seq is not seq:
+            raise ValueError(f"request {seq.request_id!r} is not live: reserve before it decodes")
+        row.leave_batch()
+        row.batch = batch
+        return row
+
+    def reserve_decodes(self, rows: list[Row]) -> list[Reservation] | None:
+        """`reserve` one token for each of these live rows, which a batch has bound."""
+        work = [self._plan_row(row, row.seq.num_computed_tokens + 1, place) for place, row in enumerate(rows)]
+        return self._serve_all(work, [NO_ANSWER] * len(work))
+
+    def count_written(self, num_tokens: int) -> None:
+        """That many tokens of live rows were written, one a row."""
+        self._wasted -= num_tokens
+
+    @property
+    def has_open_pages(self) -> bool:
+        """Whether forks share pages that are not full."""
+        return bool(self._open)
 
     # fork
 

@@ -107,6 +107,7 @@ def _live_row(allocator: BlockAllocator, seq: Sequence) -> Row:
     row = allocator._rows.get(seq.request_id)
     if row is None or row.seq is not seq:
         raise ValueError(f"request {seq.request_id!r} is not live: reserve before it forks or writes")
+    row.leave_batch()
     return row
 
 

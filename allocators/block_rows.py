@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvarena.allocators.interface import Commit, PageIds, Reservation, Sequence
+
+if TYPE_CHECKING:
+    from kvarena.allocators.block_batch import BlockDecodeBatch
 
 
 class Row:
@@ -22,10 +25,12 @@ class Row:
     headroom   pages that the first reserve must leave free (the gate's)
     settled    tokens up to which a reserve has nothing to do
     no_change, no_publication  what `nothing_new` and `nothing_published` give, once they were asked
+    batch      the decode batch that has bound this row, told when another verb touches it
     """
 
     __slots__ = (
         "adopted",
+        "batch",
         "committed",
         "headroom",
         "held",
@@ -49,6 +54,13 @@ class Row:
         self.settled = 0
         self.no_change: Reservation | None = None
         self.no_publication: Commit | None = None
+        self.batch: BlockDecodeBatch | None = None
+
+    def leave_batch(self) -> None:
+        """Another verb touches the row: its batch has to look at it again."""
+        if self.batch is not None:
+            self.batch.stale = True
+            self.batch = None
 
     # Nearly every decode step takes nothing and publishes nothing: its answers are made once.
 
@@ -71,11 +83,12 @@ class Plan:
 
     __slots__ = ("end", "high", "low", "place", "row", "take")
 
-    def __init__(self, row: Row, end: int, take: int) -> None:
+    def __init__(self, row: Row, end: int, take: int, place: int) -> None:
         self.row = row
         self.end = end
         self.take = take
-        self.low = self.high = self.place = 0
+        self.place = place
+        self.low = self.high = 0
 
 
 RowT = TypeVar("RowT", bound=Row)

@@ -13,7 +13,7 @@ does: demand summed first, all or nothing, members in order.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 
@@ -22,13 +22,26 @@ from kvarena.allocators.interface import KVAllocator, PageIds, Reservation, Sequ
 
 @dataclass(slots=True)
 class StepReservation:
-    """New pages of one step: `page_ids[i]` went to the member at `members[i]`, ascending; others had room."""
+    """New pages of one step: `page_ids[i]` went to the member at `members[i]`, ascending; others had room.
+
+    `answers` are whole reservations of members, where pages and evictions do not say everything.
+    """
 
     seqs: list[Sequence]
     members: ListLike[int]
     page_ids: array[int]
     evicted: PageIds = ()
-    _each: list[Reservation] = field(default_factory=list)
+    answers: Mapping[int, Reservation] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, seqs: list[Sequence], answers: Mapping[int, Reservation]) -> StepReservation:
+        """A step in which the members of `answers`, ascending, were served so."""
+        page_ids, evicted = array("i"), array("i")
+        for answer in answers.values():
+            page_ids += answer.page_ids
+            evicted.extend(answer.evicted)
+        members = [member for member, answer in answers.items() if answer.page_ids]
+        return cls(seqs, members, page_ids, evicted, answers)
 
     @property
     def one_page_each(self) -> bool:
@@ -36,17 +49,18 @@ class StepReservation:
         several pages."""
         if len(self.members) != len(self.page_ids):
             return False
-        return not any(each.moves or each.rewritten != (0, 0) for each in self._each)
+        return not any(answer.moves or answer.rewritten != (0, 0) for answer in self.answers.values())
 
     def reservations(self) -> list[Reservation]:
         """The same as the list form gives it, one for each member. O(B)."""
-        if not self._each:
-            self._each = [Reservation(seq) for seq in self.seqs]
-            for member, page in zip(self.members, self.page_ids, strict=True):
-                self._each[member].page_ids = array("i", [page])
-            if self._each:
-                self._each[0].evicted = self.evicted
-        return self._each
+        each = [self.answers.get(member) or Reservation(seq) for member, seq in enumerate(self.seqs)]
+        if self.answers:
+            return each
+        for member, page in zip(self.members, self.page_ids, strict=True):
+            each[member].page_ids = array("i", [page])
+        if each:
+            each[0].evicted = self.evicted
+        return each
 
 
 class DecodeBatch:
@@ -70,14 +84,7 @@ class DecodeBatch:
         reservations = self.allocator.reserve([(seq, 1) for seq in self.seqs])
         if reservations is None:
             return None
-        members = [at for at, reservation in enumerate(reservations) if reservation.page_ids]
-        page_ids = array("i")
-        for at in members:
-            page_ids += reservations[at].page_ids
-        evicted = array("i")
-        for reservation in reservations:
-            evicted.extend(reservation.evicted)
-        return StepReservation(self.seqs, members, page_ids, evicted, reservations)
+        return StepReservation.of(self.seqs, dict(enumerate(reservations)))
 
     def commit(self) -> None:
         """The KV of one more token of each member is written."""

@@ -25,7 +25,7 @@ FIRST_LOOK = 64  # pages looked up at once; doubled while all of them are cached
 class PageChain:
     """Keys of the whole pages of one sequence, each computed once; grows as tokens are appended."""
 
-    __slots__ = ("_extra_keys", "_last", "index", "keys", "text")
+    __slots__ = ("_extra_keys", "index", "keys", "text")
 
     def __init__(
         self,
@@ -38,7 +38,6 @@ class PageChain:
         self.text = PageText(namespace, extra_keys, index.page_size, given=given)
         self.keys: list[Key] = []
         self._extra_keys = extra_keys
-        self._last: Key = index.page_hash.root(self.text.scope)
 
     def fits(self, token_ids: array[int], namespace: Hashable, extra_keys: tuple[Any, ...]) -> bool:
         """Is this chain a prefix of these tokens under the same namespace and extra keys? One byte compare.
@@ -56,11 +55,12 @@ class PageChain:
         if known < num_pages and self.text.raw is not None:
             new = token_ids[known * index.page_size : num_pages * index.page_size].tobytes()
             if known:
+                above = self.keys[-1]
                 self.text.raw += new
             else:
+                above = index.page_hash.root(self.text.scope)
                 self.text.raw = bytearray(new)  # of this very size; one that grew has room to spare
-            self.keys += self.text.keys(index.page_hash, new, index.page_bytes, known, self._last)
-            self._last = self.keys[-1]
+            self.keys += self.text.keys(index.page_hash, new, index.page_bytes, known, above)
 
     def extend_given(self, ids: array[int], num_pages: int) -> None:
         """As `extend`, with prefix-chained ids that a trace gave in place of hashes."""
@@ -129,10 +129,10 @@ class HashChainIndex:
         if [positions[page] for page in pages] != numbers:
             return False
         last_page_of = dict(zip([texts[page] for page in pages], numbers, strict=True))
-        return all(
-            own is not None and own.same_prefix(text, (last + 1) * self.page_bytes, last + 1)
-            for own, last in last_page_of.items()
-        )
+        for own, last in last_page_of.items():
+            if own is None or not own.same_prefix(text, (last + 1) * self.page_bytes, last + 1):
+                return False
+        return True
 
     def _counted(self, count: int) -> list[int]:
         """0, 1, 2 ... `count` or beyond, always the same int objects: they compare by identity and are stored once."""

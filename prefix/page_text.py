@@ -81,6 +81,8 @@ def encode(value: Hashable) -> bytes:
     >>> encode(("ab", "c")) == encode(("a", "bc"))
     False
     """
+    if value is None:
+        return b"cNone;"
     if isinstance(value, tuple):
         return b"t%d:" % len(value) + b"".join(map(encode, value))
     if isinstance(value, str):
@@ -90,7 +92,7 @@ def encode(value: Hashable) -> bytes:
         return b"b%d:" % len(value) + value
     if isinstance(value, float):
         return b"f" + struct.pack("<d", value)
-    if value is None or isinstance(value, (bool, int)):
+    if isinstance(value, (bool, int)):
         return b"%s%s;" % (b"i" if type(value) is int else b"c", str(value).encode())
     return b"h%d;" % hash(value) + encode(type(value).__qualname__)
 

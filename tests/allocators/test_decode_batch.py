@@ -11,6 +11,7 @@ from kvarena.allocators.interface import EventKind, KVAllocator, Release, Sequen
 
 def make(num_pages: int, **fields: Any) -> KVAllocator:
     allocator = make_allocator({"kind": "token", **fields}, num_pages=num_pages)
+    assert type(allocator.decode_batch([])) is not DecodeBatch  # a batch of its own is what is tested
     allocator.events.enabled = True
     return allocator
 
@@ -25,7 +26,7 @@ def prefill(allocator: KVAllocator, seq: Sequence) -> bool:
 def outcome(step: StepReservation | None) -> Any:
     if step is None:
         return None
-    return [(list(r.page_ids), list(r.evicted)) for r in step.reservations()]
+    return [(list(r.page_ids), list(r.evicted), list(r.duplicates), r.rewritten) for r in step.reservations()]
 
 
 class Twin:
@@ -51,24 +52,51 @@ class Twin:
     def steps(self, names: list[str], count: int, rng: random.Random) -> None:
         batches = [self.sides[0].decode_batch([self.live[0][n] for n in names])]
         batches.append(DecodeBatch(self.sides[1], [self.live[1][n] for n in names]))
+        late = rng.random() < 0.3  # tokens come after their step
         for _ in range(count):
-            for live in self.live:
-                for name in names:
-                    live[name].append(7)
+            if not late:
+                self.append(names)
             results = [outcome(batch.reserve()) for batch in batches]
             assert results[0] == results[1]
             if results[0] is None:
                 for live in self.live:
-                    for name in names:
+                    for name in names if not late else ():
                         live[name].pop()
                 break
+            if rng.random() < 0.1:
+                assert outcome(batches[0].reserve()) == outcome(batches[1].reserve())
             for batch in batches:
                 batch.commit()
+            assert len({str([live[name] for name in names]) for live in self.live}) == 1
+            if late:
+                self.append(names)
             if rng.random() < 0.2:  # another verb touches a member: the batch has to notice
                 name = rng.choice(names)
                 for allocator, live in zip(self.sides, self.live, strict=True):
                     allocator.extend(live[name], 3)
         self.compare()
+
+    def append(self, names: list[str]) -> None:
+        for live in self.live:
+            for name in names:
+                live[name].append(7)
+
+    def fork(self, name: str, parent: str) -> None:
+        forks = []
+        for allocator, live in zip(self.sides, self.live, strict=True):
+            child = Sequence(name, live[parent].token_ids, num_prompt_tokens=live[parent].num_prompt_tokens)
+            forks.append(allocator.fork(live[parent], child))
+            if forks[-1] is not None:
+                live[name] = child
+        assert (forks[0] is None) == (forks[1] is None)
+        for writer in (parent, name):
+            if writer in self.live[0] and None in [self.prepare(side, writer) for side in (0, 1)]:
+                self.leave(writer, Release.PREEMPT)
+
+    def prepare(self, side: int, name: str) -> Any:
+        seq = self.live[side][name]
+        start = seq.num_computed_tokens
+        return self.sides[side].prepare_write(seq, start, start + 20)
 
     def compare(self) -> None:
         assert self.sides[0].capacity() == self.sides[1].capacity()
@@ -91,16 +119,24 @@ class Twin:
         {"page_size": 3, "num_pages": 60, "demand_slack": 2},
         {"page_size": 4, "num_pages": 60, "need_sort": True},
         {"page_size": 1, "num_pages": 200, "prefix_cache": False},
+        {"kind": "block", "page_size": 1, "num_pages": 200},
+        {"kind": "block", "page_size": 4, "num_pages": 60},
+        {"kind": "block", "page_size": 4, "num_pages": 60, "form": "hashed"},
+        {"kind": "block", "page_size": 16, "num_pages": 24, "form": "hashed"},
+        {"kind": "block", "page_size": 4, "num_pages": 60, "sliding_window": 9},
+        {"kind": "block", "page_size": 4, "num_pages": 60, "prefix_cache": False},
     ],
     ids=str,
 )
 def test_a_batch_step_decides_as_the_list_form(fields: dict[str, Any]) -> None:
     rng = random.Random(str(fields))
     twin = Twin(**fields)
-    for number in range(200):
+    for number in range(120):
         verb = rng.random()
         if verb < 0.45 or not twin.live[0]:
             twin.arrive(f"r{number}", [rng.randint(0, 1) for _ in range(rng.randint(1, 30))])
+        elif verb < 0.5 and "sliding_window" not in fields:
+            twin.fork(f"r{number}", rng.choice(sorted(twin.live[0])))
         elif verb < 0.65:
             twin.leave(rng.choice(sorted(twin.live[0])), rng.choice([Release.FINISH, Release.PREEMPT]))
         else:
@@ -109,15 +145,16 @@ def test_a_batch_step_decides_as_the_list_form(fields: dict[str, Any]) -> None:
         twin.compare()
 
 
-def test_a_step_without_room_takes_nothing_and_says_so() -> None:
-    allocator = make(2, page_size=4)
+@pytest.mark.parametrize(("kind", "refusals"), [("token", 2), ("block", 1)])
+def test_a_step_without_room_takes_nothing_and_says_so(kind: str, refusals: int) -> None:
+    allocator = make(2, page_size=4, kind=kind)
     seqs = [Sequence(name, [number] * 4) for number, name in enumerate("ab")]
     for seq in seqs:
         prefill(allocator, seq)
     allocator.events.drain()
     batch = allocator.decode_batch(seqs)
     assert batch.reserve() is None
-    assert [event.kind for event in allocator.events.drain()] == [EventKind.REFUSE] * 2
+    assert [event.kind for event in allocator.events.drain()] == [EventKind.REFUSE] * refusals
     assert allocator.room() == (0, 0)
     allocator.release([seqs[0]], Release.PREEMPT)
     alone = allocator.decode_batch(seqs[1:])
@@ -127,28 +164,30 @@ def test_a_step_without_room_takes_nothing_and_says_so() -> None:
     allocator.check()
 
 
+@pytest.mark.parametrize("kind", ["token", "block"])
 @pytest.mark.parametrize("own", [True, False])
-def test_misuse_of_a_batch_raises(own: bool) -> None:
-    allocator = make(20, page_size=4)
+def test_misuse_of_a_batch_raises(own: bool, kind: str) -> None:
+    allocator = make(20, page_size=4, kind=kind)
     seq = Sequence("a", range(4))
     allocator.admit(seq)
-    kind = allocator.decode_batch if own else lambda seqs: DecodeBatch(allocator, seqs)
+    batch_of = allocator.decode_batch if own else lambda seqs: DecodeBatch(allocator, seqs)
     with pytest.raises(ValueError, match="'a' is not decoding"):
-        kind([seq])
+        batch_of([seq])
     allocator.commit([(seq, 4)])
-    batch = kind([seq])
-    with pytest.raises(ValueError, match=r"without a reserved slot|cannot commit 5 tokens"):
+    batch = batch_of([seq])
+    with pytest.raises(ValueError, match=r"without a reserved slot|cannot commit 5 tokens|commits 5 tokens"):
         batch.commit()
     with pytest.raises(ValueError, match="twice"):
-        kind([seq, seq])
+        batch_of([seq, seq])
     allocator.release([seq], Release.FINISH)
     seq.num_computed_tokens = 4
     with pytest.raises(ValueError, match="'a' is not live"):
         batch.reserve()
 
 
-def test_a_member_in_two_batches_keeps_its_row_whole() -> None:
-    allocator = make(64, page_size=4)
+@pytest.mark.parametrize("kind", ["token", "block"])
+def test_a_member_in_two_batches_keeps_its_row_whole(kind: str) -> None:
+    allocator = make(64, page_size=4, kind=kind)
     seqs = [Sequence(name, [number] * 4) for number, name in enumerate("ab")]
     for seq in seqs:
         prefill(allocator, seq)

@@ -1,0 +1,86 @@
+"""The block design's decode batch: a member costs nothing but its counters until its page is full.
+
+A row says up to which length a `reserve` for it finds nothing to do (`Row.settled`), so the step in which a member
+needs service is known when it was served last. The batch keeps its members by that step.
+
+    step            7        8        9          10
+    members due   2, 5       -       0, 3         -          of 256, about 256 / page_size in each
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from kvarena.allocators.decode_batch import DecodeBatch, StepReservation
+from kvarena.allocators.interface import Sequence
+
+if TYPE_CHECKING:
+    from kvarena.allocators.block import BlockAllocator
+
+
+class BlockDecodeBatch(DecodeBatch):
+    """Decides as `BlockAllocator.reserve` for a list of decodes.
+
+    `stale` is set by the allocator when another verb touches a member; the next step then binds the rows anew.
+    """
+
+    allocator: BlockAllocator
+
+    def __init__(self, allocator: BlockAllocator, seqs: Iterable[Sequence]) -> None:
+        super().__init__(allocator, seqs)
+        self._bind()
+
+    def _bind(self) -> None:
+        self._rows = [self.allocator.bind(seq, self) for seq in self.seqs]
+        self._step = 0
+        self._due: defaultdict[int, list[int]] = defaultdict(list)
+        self._await(range(len(self.seqs)))
+        self._is_served = False  # in this step
+        self._runs_ahead = any(row.committed != row.seq.num_computed_tokens for row in self._rows)
+        self.stale = False
+
+    def _await(self, members: Iterable[int]) -> None:
+        """Put members into the steps in which they need service: this one while their last tokens are not known."""
+        rows, due, step = self._rows, self._due, self._step
+        for member in members:
+            row = rows[member]
+            wait = row.settled - row.seq.num_computed_tokens
+            due[step + wait if wait > 0 else step].append(member)
+
+    def reserve(self) -> StepReservation | None:
+        """A slot for the next token of each member. Cost: that of the members whose pages are full."""
+        if self.stale:
+            self._bind()
+        due = sorted(self._due.get(self._step, ()))
+        if not due:
+            return StepReservation(self.seqs, (), array("i"))
+        answers = self.allocator.reserve_decodes([self._rows[member] for member in due])
+        if answers is None:
+            return None
+        del self._due[self._step]
+        self._await(due)
+        self._is_served = True
+        return StepReservation.of(self.seqs, dict(zip(due, answers, strict=True)))
+
+    def commit(self) -> None:
+        """Raise the members' lengths by one; their pages are published by the `reserve` after."""
+        if self.stale:
+            self._bind()
+        due = self._due.get(self._step)
+        if (due and not self._is_served) or self._runs_ahead or self.allocator.has_open_pages:
+            return super().commit()
+        for row in self._rows:
+            seq = row.seq
+            row.committed = seq.num_computed_tokens = seq.num_computed_tokens + 1
+        self.allocator.count_written(len(self._rows))
+        self._next_step()
+
+    def _next_step(self) -> None:
+        late = self._due.pop(self._step, ())
+        self._step += 1
+        self._is_served = False
+        if late:
+            self._due[self._step] += late
