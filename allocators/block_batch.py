@@ -71,7 +71,8 @@ class BlockDecodeBatch(DecodeBatch):
             self._bind()
         due = self._due.get(self._step)
         if (due and not self._is_served) or self._runs_ahead or self.allocator.has_open_pages:
-            return super().commit()
+            super().commit()
+            return
         for row in self._rows:
             seq = row.seq
             row.committed = seq.num_computed_tokens = seq.num_computed_tokens + 1
