@@ -46,6 +46,7 @@ class StepPacking:
         self.capacity = self.header + step_pages + self._fields * staged
         self._ones = [1] * requests
         self._count = np.arange(requests + 1, dtype=np.int32)
+        self._decoding: dict[int, Ints | None] = {}  # rows of the decode step that each buffer holds
         self._place = np.full(requests + 1, -1, dtype=np.int32)  # of each row in the batch that is gathered
 
     def pack(self, buffer: Ints, seqs: ListLike[Sequence], num_new_tokens: ListLike[int]) -> Packed:
@@ -57,34 +58,43 @@ class StepPacking:
         lens = np.array([seq.num_computed_tokens for seq in seqs], dtype=np.int32)
         lens += new
         host.check_covered(seqs, rows, lens)
-        buffer[: self.header] = 0
         if not count:
+            buffer[: self.header] = 0
+            self._decoding[id(buffer)] = None
             return Packed(0, 0, 0, rows, self.header)
-        buffer[:count] = rows
-        buffer[limit : limit + count] = lens
-        starts, page_starts = buffer[2 * limit : 3 * limit + 1], buffer[3 * limit + 1 : self.header]
         if plain:
-            page_starts[: count + 1] = starts[: count + 1] = self._count[: count + 1]
+            if self._decoding.get(id(buffer)) is not rows:
+                self._write_header(buffer, rows, self._count[: count + 1], self._count[: count + 1])
             num_tokens, longest_query = count, 1
-            pages = host.page_of(rows, lens - 1)
+            pages = host.at(rows, (lens - 1) // host.page_size)
         else:
-            np.cumsum(new, out=starts[1 : count + 1])
+            starts = np.concatenate([self._count[:1], np.cumsum(new)])
             num_tokens, longest_query = int(starts[count]), int(new.max())
-            pages = self._step_pages(rows, lens - new, lens, page_starts[1 : count + 1])
-        starts[count + 1 :] = num_tokens
+            pages, page_starts = self._step_pages(rows, lens - new, lens)
+            self._write_header(buffer, rows, starts, page_starts)
+        self._decoding[id(buffer)] = rows if plain else None
+        buffer[limit : limit + count] = lens
         end = self.header + len(pages)
         buffer[self.header : end] = pages
         return Packed(num_tokens, longest_query, int(lens.max()), rows, end)
 
-    def _step_pages(self, rows: Ints, begin: Ints, end: Ints, stops: Ints) -> Ints:
-        """Pages of positions [begin, end) of each row, one after the other; where each row's pages stop in `stops`."""
+    def _write_header(self, buffer: Ints, rows: Ints, starts: Ints, page_starts: Ints) -> None:
+        """All but the lengths. A decode step of the same rows finds it in the buffer as the last one left it."""
+        count, limit = len(rows), self.host.max_requests
+        buffer[: self.header] = 0
+        buffer[:count] = rows
+        buffer[2 * limit : 2 * limit + count + 1] = starts
+        buffer[2 * limit + count + 1 : 3 * limit + 1] = starts[-1]
+        buffer[3 * limit + 1 : 3 * limit + 2 + count] = page_starts
+
+    def _step_pages(self, rows: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+        """Pages of positions [begin, end) of each row, one after the other; where each row's pages begin and end."""
         size = self.host.page_size
         first = begin // size
         counts = np.where(end > begin, (end - 1) // size + 1 - first, 0)
-        ends = np.cumsum(counts)
-        stops[:] = ends
-        columns = np.arange(ends[-1]) + np.repeat(first - (ends - counts), counts)
-        return self.host.at(np.repeat(rows, counts), columns)
+        starts = np.concatenate([self._count[:1], np.cumsum(counts)])
+        columns = np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts)
+        return self.host.at(np.repeat(rows, counts), columns), starts
 
     def place(self, rows: Ints) -> None:
         """From now on row rows[b] stands at place b of the gathered batch."""

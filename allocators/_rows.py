@@ -47,7 +47,6 @@ class PageRows:
         self.source = source
         self.page_size = source.page_size
         self.max_requests = max_requests
-        self._shift = self.page_size.bit_length() - 1 if self.page_size & (self.page_size - 1) == 0 else -1
         self.width = -(-max_tokens // self.page_size)
         self._rows: dict[str, int] = {}
         self._free = list(range(max_requests, 0, -1))  # taken from the end, given back to it
@@ -177,10 +176,6 @@ class PageRows:
     def at(self, rows: Ints, columns: Ints) -> Ints:
         """Page ids at these places."""
         return self._pages[rows, columns]
-
-    def page_of(self, rows: Ints, positions: Ints) -> Ints:
-        """Page that holds one position of each row."""
-        return self._pages[rows, positions >> self._shift if self._shift >= 0 else positions // self.page_size]
 
     def check_covered(self, seqs: ListLike[Sequence], rows: Ints, lens: Ints) -> None:
         """Raise ValueError unless each row has pages for its `lens` tokens."""

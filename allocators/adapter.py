@@ -6,8 +6,10 @@ Two adapters, each for any allocator and any page size S:
     ReqToTokenAdapter   entries hold slot ids, one a token; rows name each request's row in the whole table
 
 Both keep a device row for each request and send only what changed: `update` notes the entries that a
-`Reservation` appended or a `Reservation` or `Commit` rewrote, `batch` sends them together with the batch's rows
-and lengths in one host-to-device copy. The order of calls in a step:
+`Reservation` appended or a `Reservation` or `Commit` rewrote, `batch` packs them with the batch's rows, lengths and
+the pages of its new tokens (`_packing.py`), sends all in one host-to-device copy, and one launch writes what follows
+from them (`kernels/step.py`). A step of the same list of sequences as the one before, one token each, costs a handful
+of array operations. The order of calls in a step:
 
     reservations = allocator.reserve(wants);  adapter.update_all(reservations)   # new sequences get a row
     step = decode_batch.reserve();            adapter.update_step(step)          # all of a decode batch at once
@@ -36,7 +38,7 @@ from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -50,6 +52,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = ["MIN_STAGED_PAGES", "Batch", "BlockTableAdapter", "PageSource", "ReqToTokenAdapter"]
+SlotsBy = Literal["triton", "torch", "nobody"]
 MAX_VIEWS = 1024  # batch shapes whose views are kept
 
 
@@ -83,8 +86,8 @@ class _TableAdapter:
     max_tokens        tokens a row can hold; rounded up to whole pages
     max_batch_tokens  new tokens a batch may have, padding included
     device            where the buffers live
-    slots_by          "triton": the kernel, for S a power of two or a req_to_token. "torch": the same rule in
-                      torch, for a CPU without the interpreter
+    slots_by          "triton": the kernels. "torch": the same rule in torch, for a CPU without the interpreter.
+                      "nobody": device buffers stay as they are, to measure the host's part
     """
 
     tokens_per_entry: int
@@ -98,10 +101,10 @@ class _TableAdapter:
         max_tokens: int,
         max_batch_tokens: int = 8192,
         device: str | torch.device = "cpu",
-        slots_by: Literal["triton", "torch"] = "triton",
+        slots_by: SlotsBy = "triton",
     ) -> None:
-        if slots_by not in ("triton", "torch"):
-            raise ValueError(f"slots_by: expected 'triton' or 'torch', found {slots_by!r}")
+        if slots_by not in get_args(SlotsBy):
+            raise ValueError(f"slots_by: expected one of {', '.join(get_args(SlotsBy))}, found {slots_by!r}")
         self.host = PageRows(allocator, max_requests, max_tokens)
         self.page_size = allocator.page_size
         self.max_requests = max_requests
@@ -110,7 +113,7 @@ class _TableAdapter:
         self._views: dict[tuple[int, int], tuple[PageTable, Tensor, Tensor, Tensor]] = {}
         self._make_buffers(slots_by)
 
-    def _make_buffers(self, slots_by: Literal["triton", "torch"]) -> None:
+    def _make_buffers(self, slots_by: SlotsBy) -> None:
         requests, tokens = self.max_requests, self.max_batch_tokens
         expand = self.page_size // self.tokens_per_entry
         columns = self.host.width * expand

@@ -96,6 +96,9 @@ def _gather_kernel(
     tl.store(gathered_ptr + i_b * gathered_stride + o_c, page, mask=o_c < width)
 
 
+_keys: dict[tuple[object, ...], int] = {}
+
+
 @dataclass(frozen=True)
 class StepBuffers:
     """An adapter's device buffers; contiguous, on one device, at the same addresses for its whole life.
@@ -106,7 +109,8 @@ class StepBuffers:
     positions, slots   int64 [T]
     expand     entries a page: 1, or page_size for one entry a token
 
-    Raises ValueError for dtypes or shapes that do not fit. slots_by="torch" is the same rule without Triton.
+    Raises ValueError for dtypes or shapes that do not fit. slots_by="torch" is the same rule without Triton;
+    "nobody" leaves all buffers as they are, to measure what the host does.
     """
 
     packed: Tensor
@@ -117,7 +121,7 @@ class StepBuffers:
     max_requests: int
     page_size: int
     expand: int
-    slots_by: Literal["triton", "torch"] = "triton"
+    slots_by: Literal["triton", "torch", "nobody"] = "triton"
     _fixed: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # what every launch passes alike
 
     def __post_init__(self) -> None:
@@ -142,7 +146,8 @@ class StepBuffers:
             "num_warps": 4,
         }
         strides = (self.entries.stride(0), second.stride(0))
-        key = ("step", call_key(*tensors), strides, tuple(constants.items()))
+        whole = (call_key(*tensors), strides, tuple(constants.items()))
+        key = _keys.setdefault(whole, len(_keys))  # a number, since hashing the whole costs as much as a launch
         object.__setattr__(self, "_fixed", (tensors, strides, constants, key))
 
     @property
@@ -171,6 +176,8 @@ def apply_step(
     """
     if buffers.slots_by == "torch":
         _apply_by_torch(buffers, num_requests, num_out, num_changes, changes_at, changes)
+        return
+    if buffers.slots_by == "nobody":
         return
     (packed, _, entries, second, positions, slots), strides, constants, key = buffers._fixed
     chunks = min(max(ceil_div(longest_query, BLOCK), 1), MAX_CHUNKS)
@@ -201,14 +208,15 @@ def gather_rows(buffers: StepBuffers, num_requests: int, num_columns: int, num_f
         gathered[:num_requests, :num_columns] = entries[:, :num_columns].index_select(0, rows)
         gathered[num_requests:num_filled] = 0
         return
+    if buffers.slots_by == "nobody":
+        return
     columns = gathered.shape[1] if num_filled > num_requests else num_columns
     grid = (max(num_requests, num_filled), ceil_div(columns, BLOCK), 1)
     if not grid[0] or not grid[1]:
         return
     strides = (entries.stride(0), gathered.stride(0))
-    key = ("gather", buffers._fixed[3])
     args = (buffers.packed, entries, gathered, *strides, num_requests, num_columns)
-    launch(_gather_kernel, grid, args, {"BLOCK": BLOCK, "num_warps": 4}, key)
+    launch(_gather_kernel, grid, args, {"BLOCK": BLOCK, "num_warps": 4}, buffers._fixed[3])
 
 
 def _apply_by_torch(

@@ -18,6 +18,7 @@ TITLES = {
     "latency": "latency of the verbs in a replay, us of wall time",
     "growth": "the same operation in ever larger pools and trees, us of CPU time",
     "memory": "memory and build time",
+    "adapter": "a step through the adapters, us of CPU time of the host; nothing is launched",
 }
 COLUMNS = (
     "",
@@ -145,8 +146,9 @@ def _label(ax: Axes, name: str, *, nodes: bool) -> None:
 
 
 def save(rows: list[Row], out: Path) -> list[Path]:
-    """Table and figure of growth into a folder; returns what was written."""
+    """Table and figures of growth and of the adapters into a folder; returns what was written."""
     import matplotlib as mpl
+    from kvarena.experiments.bench.alloc_adapter import adapter_figure
     from kvarena.experiments.style import STYLE, save_figure
 
     written = [out / "allocators.txt"]
@@ -154,4 +156,7 @@ def save(rows: list[Row], out: Path) -> list[Path]:
     if any(row["study"] == "growth" for row in rows):
         with mpl.rc_context(STYLE):
             written += save_figure(growth_figure(rows), out / "growth")
+    if any(row["study"] == "adapter" for row in rows):
+        with mpl.rc_context(STYLE):
+            written += save_figure(adapter_figure(rows), out / "adapter")
     return written

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from kvarena.experiments.bench import alloc_adapter, real_sglang
 from kvarena.experiments.bench import alloc_studies as studies
-from kvarena.experiments.bench import real_sglang
 from kvarena.experiments.bench.alloc_load import NUM_REQUESTS, Prompt, replay_prompts
 from kvarena.experiments.bench.alloc_ops import block_ops, token_ops
 from kvarena.experiments.bench.alloc_recorded import MARKS, SOURCE, Mark
 from kvarena.experiments.provenance import code_version
 
 SCHEMA_VERSION = 1
-STUDIES = ("counts", "replay", "op", "latency", "growth", "memory")
+STUDIES = ("counts", "replay", "op", "latency", "growth", "memory", "adapter")
 Row = dict[str, Any]
 Say = Callable[[str], None]
 
@@ -40,10 +40,11 @@ class Effort:
     samples: int = 41
     largest: int = 1_000_000
     memory_tokens: int = 1_048_576
+    largest_batch: int = 1024
 
     @classmethod
     def quick(cls) -> Effort:
-        return cls(num_requests=300, repeats=2, samples=5, largest=10_000, memory_tokens=65_536)
+        return cls(num_requests=300, repeats=2, samples=5, largest=10_000, memory_tokens=65_536, largest_batch=16)
 
 
 def run(chosen: Iterable[str], effort: Effort, say: Say) -> Iterator[Row]:
@@ -63,6 +64,7 @@ def run(chosen: Iterable[str], effort: Effort, say: Say) -> Iterator[Row]:
         "latency": lambda: latency_rows(load),
         "growth": lambda: growth_rows(effort),
         "memory": lambda: memory_rows(effort),
+        "adapter": lambda: adapter_rows(effort, say),
     }
     for study in STUDIES:
         if study in chosen:
@@ -215,3 +217,15 @@ def memory_rows(effort: Effort) -> Iterator[Row]:
         seconds = [studies.build_seconds(contender)]
         yield row("memory", "seconds to build 1,000,000 pages", *labels, "s", seconds)
     yield row("memory", "bytes a radix node", "token", 1, "bytes", [studies.node_bytes()])
+
+
+def adapter_rows(effort: Effort, say: Say) -> Iterator[Row]:
+    """The host's part of a step through the adapters, against its requests."""
+    missing = alloc_adapter.missing()
+    if missing:
+        say(missing)
+        return
+    for name, design, page_size, size, timed in alloc_adapter.adapter_steps(effort.largest_batch):
+        timed.sample()
+        values = [timed.sample() for _ in range(effort.samples)]
+        yield row("adapter", name, design, page_size, "us", values) | {"size": size}

@@ -22,7 +22,7 @@ def main() -> None:
 def allocators(
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Studies: counts, replay, op, latency, growth, memory; all when left out."),
+        typer.Option(help="Studies: counts, replay, op, latency, growth, memory, adapter; all when left out."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for rows, table and figure; rows on stdout without it.")

@@ -21,7 +21,7 @@ from kvarena.experiments.cli import app
 from typer.testing import CliRunner
 
 OPS = [*token_ops(), *block_ops()]
-SMALL = allocators.Effort(num_requests=60, repeats=2, samples=2, largest=10_000, memory_tokens=16_384)
+SMALL = allocators.Effort(num_requests=60, repeats=2, samples=2, largest=10_000, memory_tokens=16_384, largest_batch=16)
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: f"{op.design}-{op.page_size}-{op.name}".replace(" ", "_"))
