@@ -116,6 +116,8 @@ class PageRows:
     def append_each(self, seqs: ListLike[Sequence], members: ListLike[int], page_ids: array[int]) -> None:
         """One page more for each of `members`, ascending places in these different sequences. A few array
         operations."""
+        if not page_ids:
+            return
         rows = self.rows_of(seqs)
         if len(members) < len(rows):
             rows = rows[np.array(members, dtype=np.int64)]

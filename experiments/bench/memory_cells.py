@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from kvarena.allocators.interface import Sequence
+from kvarena.experiments.bench.adapter_cells import adapter_rows
 from kvarena.experiments.bench.attention_cells import pool_views
 from kvarena.experiments.bench.runner import Cell, Competition
 from kvarena.experiments.bench.shapes import EXTEND_SHAPES, POOL_SLOTS, make_starts, make_table
@@ -198,6 +199,7 @@ def host_rows() -> Iterator[dict[str, Any]]:
     calls["adapter"] = _adapter_step()
     for name, call in calls.items():
         yield {"op": "host", "what": name, "kernel": "kvarena", "us": round(host_us(call), 1)}
+    yield from adapter_rows()
 
 
 class _FixedPages:

@@ -54,7 +54,8 @@ def print_tables(whole: Mapping[str, Any], file: Any) -> None:
     if extend:
         print("\nextend 32/8 bf16, shuffled: TFLOP/s", file=file)
         print(grid(extend, _line, lambda r: r["point"], lambda r: f"{r['tflops']:.0f}"), file=file)
-    for row in [r for r in rows_of(whole) if r.get("op") in ("store", "copy_pages", "swap", "slot_mapping", "host")]:
+    others = ("store", "copy_pages", "swap", "slot_mapping", "host", "adapter")
+    for row in [r for r in rows_of(whole) if r.get("op") in others]:
         print(" ".join(f"{key}={value}" for key, value in row.items() if key not in ("spread",)), file=file)
     print("\ntargets", file=file)
     for target in targets(whole):

@@ -156,3 +156,26 @@ def test_buffers_that_do_not_fit_raise(changes: dict, message: str) -> None:
 def test_a_table_without_gathered_rows_is_not_gathered() -> None:
     with pytest.raises(ValueError, match="no gathered rows"):
         gather_rows(make_buffers(4, False, WAYS[-1]), 1, 1, 1)
+
+
+def test_the_benchmark_calls_run_and_write_what_they_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvarena.experiments.bench import adapter_cells
+
+    monkeypatch.setattr(adapter_cells, "DEVICE", DEVICE)
+    monkeypatch.setattr(adapter_cells, "PROMPT", 64)
+    monkeypatch.setattr(adapter_cells, "REQUESTS", 6)
+    for kind in ("block_table", "req_to_token"):
+        for _, _, call in adapter_cells._host_calls(kind):
+            call()
+            call()
+    for page_size in (1, 16):
+        step = adapter_cells._packed("block_table", page_size, [64])
+        pages = 64 // page_size
+        apply_step(step, 1, 64, 64, pages, 4 * 6 + 2 + pages)
+        slots = step.entries[1].repeat_interleave(page_size) * page_size + torch.arange(64, device=DEVICE) % page_size
+        assert torch.equal(step.slots, slots)
+        assert torch.equal(step.gathered[0], step.entries[1])  # type: ignore[index]
+    calls = list(adapter_cells._device_calls())
+    assert len(calls) == 10
+    for _, call in calls:
+        call()
