@@ -51,6 +51,7 @@ from kvarena.prefix.page_text import HashFn
 
 NO_ANSWER: Any = None  # stands in a batch's answers until the sequence is served
 NO_PAGES = array("i")
+ABORT = Release.ABORT  # an enum's member costs more than the comparison with it
 
 
 class BlockAllocator(KVAllocator):
@@ -326,40 +327,44 @@ class BlockAllocator(KVAllocator):
         """
         check_reason(reason)
         leaving = list(seqs)
-        refuse_twice(leaving)
-        for seq in leaving:
-            self._check_held(seq)
+        if len(leaving) > 1:
+            refuse_twice(leaving)
+        rows = [self._held_row(seq) for seq in leaving]
         freed: PageIds = ()
         cached: PageIds = ()
         evicted: PageIds = ()
-        for seq in leaving:
-            row = self._remove_row(seq)
+        for row in rows:
+            self._remove_row(row)
             if not row.held:
                 continue
-            if reason is Release.ABORT:
+            if reason is ABORT:
                 evicted = _joined(evicted, self._unpublish(row))
             without_content, with_content = self._store.let_go(row)
-            freed, cached = _joined(freed, without_content), _joined(cached, with_content)
+            freed = _joined(freed, without_content) if freed else without_content
+            cached = _joined(cached, with_content) if cached else with_content
             if self.events.enabled:
-                self.events.add(EventKind.RELEASE, seq.request_id, filter(None, row.pages[::-1]), reason.value)
+                self.events.add(EventKind.RELEASE, row.seq.request_id, filter(None, row.pages[::-1]), reason.value)
         return Released(freed, cached, evicted)
 
-    def _check_held(self, seq: Sequence) -> None:
+    def _held_row(self, seq: Sequence) -> Row:
         row = self._rows.get(seq.request_id) or self._pins.get(seq.request_id)
         if row is None:
             raise ValueError(f"request {seq.request_id!r} is not live: it has nothing to release")
         if row.seq is not seq:
             raise ValueError(f"request {seq.request_id!r} is not live: another sequence of this id is live")
-
-    def _remove_row(self, seq: Sequence) -> Row:
-        live = self._rows if seq.request_id in self._rows else self._pins
-        row = live.pop(seq.request_id)
-        row.leave_batch()
-        if live is self._rows:
-            self._open.pop(seq.request_id, None)
-            self._wasted -= len(row.pages) * self.page_size - row.committed
-        seq.num_computed_tokens = 0
         return row
+
+    def _remove_row(self, row: Row) -> None:
+        seq = row.seq
+        if self._rows.pop(seq.request_id, None) is None:
+            del self._pins[seq.request_id]
+        else:
+            self._wasted -= len(row.pages) * self.page_size - row.committed
+            if self._open:
+                self._open.pop(seq.request_id, None)
+            if row.batch is not None:
+                row.leave_batch()
+        seq.num_computed_tokens = 0
 
     def _unpublish(self, row: Row) -> PageIds:
         start = max(row.adopted, row.committed // self.page_size)

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvarena.allocators.block_rows import PageStore, Row, holders, state_problems
 from kvarena.allocators.config import Design
-from kvarena.allocators.interface import AllocatorError, Sequence
+from kvarena.allocators.interface import AllocatorError, PageIds, Sequence
 from kvarena.prefix.page_text import TOKEN_BYTES, encode, page_extras
 from kvarena.prefix.run_tree import NO_EXTRAS, Extras, Found, Node, Run, RunTree
 from kvarena.prefix.run_tree_check import holder_problems, text_above, tree_problems
@@ -162,13 +162,23 @@ class PageRuns(PageStore[RunRow]):
             end -= count
         return row.pages[start : row.published]
 
-    def let_go(self, row: RunRow) -> tuple[array[int], array[int]]:
-        freed, cached = row.pages[: row.published - 1 if row.published else None : -1], array("i")
+    def let_go(self, row: RunRow) -> tuple[PageIds, PageIds]:
+        let_go: list[Run] = []
+        idle, border = 0, row.published
+        for run, count in reversed(row.parts):
+            idle += self.tree.let_go(run, count, let_go)
+        freed: PageIds = row.pages[: border - 1 if border else None : -1]
         if self._often:
             freed = array("i", [page for page in freed if not self._let_go_shared(page)])
-        for run, count in reversed(row.parts):
-            self.tree.let_go(run, count, freed, cached)
-        self.stack.extend(freed[::-1])
+        cached: PageIds = ()
+        if idle == border:
+            if border:
+                cached = memoryview(row.pages)[border - 1 :: -1]  # backwards without a copy
+        else:
+            cached = _backwards(run for run in let_go if run.node is not None)
+            freed = array("i", [*freed, *_backwards(run for run in let_go if run.node is None)])
+        if freed:
+            self.stack.extend(freed[::-1])
         if row.node is not None:
             row.node.users -= 1
             self.tree.prune(row.node)
@@ -281,6 +291,14 @@ def _runs_of(row: RunRow) -> list[Run]:
             count -= len(run.pages)
             run = run.front
     return runs
+
+
+def _backwards(runs: Iterable[Run]) -> array[int]:
+    """Pages of runs, deepest run first, last page first."""
+    pages = array("i")
+    for run in runs:
+        pages += run.pages[::-1]
+    return pages
 
 
 def _node_of(row: RunRow) -> Node:

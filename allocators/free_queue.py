@@ -30,8 +30,8 @@ class FreeQueue:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages  # pages in the queue now
         pages = list(range(num_pages + 1))
-        self._next = [*pages[1:], END]
-        self._previous = [pages[-1], *pages[:-1]]
+        self._next = pages[1:] + [END]  # noqa: RUF005  (a display leaves room to grow, which this never does)
+        self._previous = pages[-1:] + pages[:-1]
 
     def __len__(self) -> int:
         return self.num_pages

@@ -198,7 +198,8 @@ class Sequence:
         )
 
 
-PageIds: TypeAlias = "array[int] | tuple[int, ...]"  # page ids in order; arrays where there can be many
+# Page ids in order: arrays where there can be many, a view where they stand in one already.
+PageIds: TypeAlias = "array[int] | memoryview[int] | tuple[int, ...]"
 
 
 def _no_pages() -> array[int]:

@@ -85,7 +85,8 @@ class RunTree:
     >>> tree = RunTree()
     >>> root = tree.root(None, 2)
     >>> runs, leaf, _ = tree.publish(root, b"aabbcc", 0, array("i", [1, 2, 3]))
-    >>> tree.let_go(runs[0], 3, array("i"), array("i"))
+    >>> tree.let_go(runs[0], 3, [])
+    3
     >>> found = tree.match(root, b"aabbxx", 3)
     >>> found.num_pages, tree.evictable, tree.evict(2)
     (2, 3, array('i', [3, 2]))
@@ -189,28 +190,30 @@ class RunTree:
         node = _node_of(run)
         return self._split(node, len(run.pages) - num_pages) if len(run.pages) > num_pages else _parent_of(node)
 
-    def let_go(self, run: Run, num_pages: int, freed: array[int], cached: array[int]) -> None:
+    def let_go(self, run: Run, num_pages: int, let_go: list[Run]) -> int:
         """One holder less for the `num_pages` pages that end with `run`, deepest part first.
 
-        Pages without a holder are appended to `cached` (they join the idle ones) or, if they serve nobody, to `freed`.
+        Runs without a holder are appended to `let_go`; those that serve somebody have joined the idle ones. Returns
+        how many pages these have.
         """
         self.version += 1
+        idle = 0
         while True:
             size = len(run.pages)
             run.refs -= 1
             if run.refs == 1:
                 self.shared -= size
             elif run.refs == 0:
+                let_go.append(run)
                 if run.node is None:
                     self.withdrawn.discard(run)
-                    freed.extend(run.pages[::-1])
                 else:
-                    cached.extend(run.pages[::-1])
                     self._link(run, self._ends)
-                    self.evictable += size
+                    idle += size
             num_pages -= size
             if num_pages <= 0:
-                return
+                self.evictable += idle
+                return idle
             run = _front_of(run)
 
     def _link(self, run: Run, after: Run) -> None:

@@ -205,6 +205,7 @@ def memory(contender: Contender, num_tokens: int) -> float:
     """Bytes a cached token: a pool filled with leaves of 1,024 tokens, all memory of the allocator counted."""
     size = contender.page_size
     fresh = prompts(1024)
+    allocator(contender.spec, size)  # what it imports is no memory of its pages
     gc.collect()
     tracemalloc.start()
     owner = allocator(contender.spec, num_tokens)

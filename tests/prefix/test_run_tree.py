@@ -49,12 +49,15 @@ class Holder:
         return list(duplicates)
 
     def leave(self) -> tuple[list[int], list[int]]:
-        freed, cached = pages(), pages()
-        for run, count in reversed(self.parts):
-            self.tree.let_go(run, count, freed, cached)
+        runs: list[Run] = []
+        idle = sum(self.tree.let_go(run, count, runs) for run, count in reversed(self.parts))
+        freed, cached = (
+            [page for run in runs if (run.node is None) == gone for page in run.pages[::-1]] for gone in (1, 0)
+        )
+        assert idle == len(cached)
         self.node.users -= 1
         self.tree.prune(self.node)
-        return list(freed), list(cached)
+        return freed, cached
 
     def _end_in(self, node: Node) -> None:
         self.node.users -= 1
