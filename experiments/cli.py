@@ -9,9 +9,11 @@ from typing import Annotated
 
 import typer
 from kvarena.experiments.bench.cli import bench_app
+from kvarena.experiments.claims.commands import add_claims_command
 from kvarena.experiments.commands import add_commands
 from kvarena.experiments.engine.commands import add_run_command
 from kvarena.experiments.fork_commands import add_fork_command
+from kvarena.experiments.insight_commands import add_insight_commands
 from kvarena.experiments.model.cli import add_generate_command
 from kvarena.experiments.resample_commands import add_resample_command
 from kvarena.experiments.study_commands import add_study_commands
@@ -77,7 +79,9 @@ add_run_command(app)
 add_generate_command(app)
 add_study_commands(app)
 add_resample_command(app)
+add_claims_command(app)
 add_fork_command(app)
+add_insight_commands(app)
 
 
 @app.command(epilog="Example: kvarena scenario tests/golden/scenarios --allocator token --page-size 16 --out out/logs")
