@@ -43,9 +43,14 @@ class StepLoad:
 
 
 LOADS: dict[str, StepLoad] = {
-    "chat": StepLoad("chat", {"num_sessions": 60, "sessions_per_s": 20.0, "think_median_s": 2.0}, 140, 65_536),
-    "shared-prompts": StepLoad("generated_shared_prefix", {}, 120, 131_072),
-    "long-prompts": StepLoad("long_document_qa", {}, 40, 196_608, 1),
+    "chat": StepLoad("chat", {"num_sessions": 60, "sessions_per_s": 20.0, "think_median_s": 2.0}, 140, 40_960),
+    "shared-prompts": StepLoad(
+        "generated_shared_prefix",
+        {"gsp_num_groups": 12, "gsp_prompts_per_group": 10, "gsp_system_prompt_len": 2001, "gsp_question_len": 131},
+        120,
+        40_960,
+    ),
+    "long-prompts": StepLoad("long_document_qa", {"document_median": 3000.0, "max_document": 12_000}, 40, 65_536, 1),
 }
 ALLOCATORS: dict[str, tuple[dict[str, Any], TableKind]] = {
     "block, 16": ({"kind": "block", "page_size": 16}, "block_table"),
@@ -55,17 +60,21 @@ ALLOCATORS: dict[str, tuple[dict[str, Any], TableKind]] = {
 }
 
 
+LLAMA_8B = KVShape(32, 8, 128)
+LIMITS = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=128, max_model_len=16_384)
+
+
 @dataclass(frozen=True)
 class Setup:
     """Device, backend and shape of a run; `limits` of its scheduler, `max_steps` and `max_output` to keep it short."""
 
-    shape: KVShape = KVShape(32, 8, 128)
+    shape: KVShape = LLAMA_8B
     num_heads: int = 32
     device: str = "cuda"
     backend: str = "triton"
     dtype: torch.dtype = torch.bfloat16
     policy: str = "vllm"
-    limits: SchedulerConfig = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=128, max_model_len=16_384)
+    limits: SchedulerConfig = LIMITS
     max_steps: int = 400
     max_output: int = 96
 
@@ -112,7 +121,7 @@ def step_rows(name: str, load: StepLoad, design: str, setup: Setup) -> Iterator[
 
 def composition(plan: StepPlan) -> dict[str, Any]:
     """What a step-time model may know of a batch."""
-    decodes = [entry.end for entry in plan.batch if entry.num_new == 1]
+    decodes = [entry.end for entry in plan.batch if not _extends(entry)]
     return {
         "decodes": [len(decodes), sum(decodes), max(decodes, default=0)],
         "extends": [[entry.num_before, entry.num_new] for entry in plan.batch if _extends(entry)],
@@ -170,7 +179,7 @@ def gpu_seconds(run: Callable[[], object], wait_us: int = WAIT_US) -> tuple[floa
 
 
 def linear_rows(model: Any, tokens: list[int]) -> Iterator[dict[str, Any]]:
-    """GPU time of all projections and MLPs of a model, and of its last layer's logits, for batches of so many tokens."""
+    """GPU time of all projections and MLPs of a model, and logits of 256 at most, by tokens of a batch."""
     weight = next(model.parameters())
     for count in tokens:
         hidden = torch.randn(count, model.config.hidden_size, device=weight.device).to(weight.dtype)
