@@ -1,8 +1,9 @@
 """The design of an allocator as data, presets, the registry, and `make_allocator`.
 
 Every point where the two upstream designs differ is a field of `Design`. The presets are the upstreams'
-(vLLM 0.32.0, SGLang 0.5.22): allocator rules only. A field that a kind does not honour at another value than
-its own raises with the reason, so a config never means less than it says.
+(vLLM 0.32.0, SGLang 0.5.22): allocator rules only. Each of the two kinds has fast forms for its own rules; where a
+field stands at a value that they do not honour, `make_allocator` takes the general form, which honours all of them.
+What no form honours raises with the reason, so a config never means less than it says.
 """
 
 from __future__ import annotations
@@ -30,20 +31,32 @@ class Design(BaseModel):
     duplicates            keep equal pages side by side, or merge them and rewrite the row
     eviction_unit         what goes at once: one page, or a whole leaf of the tree
     eviction_order        which unused content goes first
+    index                 queue: one queue of all pages nobody holds, cached or not, is what pages are taken from
+                          (vLLM); tree: free pages apart, and when they run out ends of the prefix tree go (SGLang)
+    recency               when content counts as used: at its release (vLLM), or at each access: match, publication,
+                          finish (SGLang)
     split_touches_suffix  a match that splits an edge refreshes the cut-off rest too (SGLang)
     demand_slack          pages asked for on top of the need, a request, when evicting (SGLang at page > 1: 1)
     preempt_keeps         what stays cached after a preemption: all that was published, or only what was
                           checkpointed (the prompt's whole pages)
-    unhashed_to_head      freed pages without content go to the head of the free queue
+    refused_evicts        a reserve that is refused has evicted what it could before (SGLang); else it changes nothing
+    unhashed_to_head      freed pages without content go to the head of the free queue; else behind all that is in it,
+                          cached pages too. With index = tree they are apart anyway, and False stands for SGLang's
+                          order: behind the free ones at page_size 1, before them above
     reversed_release      a released sequence frees its last page first
+    page_keys             what makes pages equal where images stand: their tokens, and beside them the images (hash,
+                          vLLM), or tokens replaced by ids of the images' content (tokens, SGLang)
+    hash_unit             tokens; a hit may end inside a page, at a prompt's end rounded down to this unit (vLLM 0.32.0,
+                          hybrid models); None: hits are whole pages
     gate                  admission test
     last_token_rule       a hit never covers the last token, so one token is left to compute
     sliding_window        tokens a query sees, the current one included (block only; None: all)
     retention_interval    with a window: 0 publishes the prompt's tail, None every page, k also every k tokens
     hash_fn               page hash of the block design: "xxh3_64", "xxh3_128" or "sha256". It decides nothing but time:
                           a hit is confirmed by its tokens
-    form                  block only: "runs" keeps pages by the run (no windows, no chosen hash), "hashed" page by
-                          page; they decide alike, and "auto" takes runs where it can
+    form                  block: "runs" keeps pages by the run (no windows, no chosen hash), "hashed" page by page;
+                          they decide alike, and "auto" takes runs where it can. block and token: "general" honours
+                          every field above; "auto" takes it where nothing faster does
     need_sort             token only: freed pages wait and are merged sorted (prefill/decode disaggregation)
     sizing, placement     contiguous only: how long a run is reserved, and where
     max_model_len         contiguous only, for sizing = "max": tokens
@@ -58,18 +71,23 @@ class Design(BaseModel):
     publish_generated: Literal["filled", "finish"] = "filled"
     duplicates: Literal["keep", "merge"] = "keep"
     eviction_unit: Literal["page", "leaf"] = "page"
-    eviction_order: Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority", "random", "s3fifo"] = "lru"
+    eviction_order: Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority", "random", "sieve"] = "lru"
+    index: Literal["queue", "tree"] = "queue"
+    recency: Literal["release", "access"] = "release"
     split_touches_suffix: bool = False
     demand_slack: int = Field(0, ge=0)
     preempt_keeps: Literal["all", "checkpointed"] = "all"
+    refused_evicts: bool = False
     unhashed_to_head: bool = True
     reversed_release: bool = True
+    page_keys: Literal["hash", "tokens"] = "hash"
+    hash_unit: int | None = Field(None, ge=1)
     gate: Gate = Gate()
     last_token_rule: bool = True
     sliding_window: int | None = Field(None, ge=1)
     retention_interval: int | None = Field(0, ge=0)
     hash_fn: Literal["xxh3_64", "xxh3_128", "sha256"] = "xxh3_64"
-    form: Literal["auto", "hashed", "runs"] = "auto"
+    form: Literal["auto", "hashed", "runs", "general"] = "auto"
     need_sort: bool = False
     sizing: Literal["max", "pow2", "declared", "oracle"] = "max"
     placement: Literal["first_fit", "buddy"] = "first_fit"
@@ -77,19 +95,77 @@ class Design(BaseModel):
 
     @model_validator(mode="after")
     def _legal(self) -> Design:
-        base = _DEFAULTS[self.kind]
-        switchable = _SWITCHABLE[self.kind]
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            if name in switchable or value == base.get(name, type(self).model_fields[name].default):
-                continue
-            raise ValueError(
-                f"{name} = {value!r} is not honoured by kind {self.kind!r}; "
-                f"fields that it honours: {', '.join(sorted(switchable))}"
-            )
-        if self.sliding_window is not None and self.eviction_unit != "page":
-            raise ValueError("sliding_window needs eviction_unit = 'page'")
+        switched = self.switched
+        honoured = _SWITCHABLE[self.kind] | (GENERAL if self.is_general else frozenset())
+        for name, value in self._differing().items():
+            if name not in honoured or (switched and name in _FAST_ONLY and name != "form"):
+                raise ValueError(_not_honoured(self.kind, name, value, switched, honoured))
+        if switched and self.form in ("runs", "hashed"):
+            raise ValueError(f"form = {self.form!r} does not honour {', '.join(switched)}; use 'general' or 'auto'")
+        if self.form == "general" and self.kind not in ("block", "token"):
+            raise ValueError(f"form = 'general' serves the kinds block and token, not {self.kind!r}")
+        if self.form in ("runs", "hashed") and self.kind != "block":
+            raise ValueError(f"form = {self.form!r} is one of kind 'block', not of {self.kind!r}")
+        for wrong, reason in _conflicts(self):
+            if wrong:
+                raise ValueError(reason)
         return self
+
+    def _differing(self) -> dict[str, Any]:
+        """Fields at other values than the kind's own."""
+        base, fields = _DEFAULTS[self.kind], type(self).model_fields
+        values = {name: getattr(self, name) for name in fields}
+        return {name: value for name, value in values.items() if value != base.get(name, fields[name].default)}
+
+    @property
+    def switched(self) -> tuple[str, ...]:
+        """Fields at values that only the general form honours."""
+        if self.kind not in ("block", "token"):
+            return ()
+        return tuple(name for name in self._differing() if name in GENERAL and name not in _SWITCHABLE[self.kind])
+
+    @property
+    def is_general(self) -> bool:
+        """Whether the general form carries this design out."""
+        return self.form == "general" or bool(self.switched)
+
+
+def _conflicts(chosen: Design) -> list[tuple[bool, str]]:
+    """Fields that make no sense together: (do they stand so?, why not)."""
+    unit, size = chosen.hash_unit, chosen.page_size
+    in_queue = chosen.index == "queue" and chosen.kind == "block"
+    return [
+        (
+            chosen.sliding_window is not None and chosen.eviction_unit != "page",
+            "sliding_window needs eviction_unit = 'page'",
+        ),
+        (
+            chosen.index == "queue" and chosen.eviction_order in ("mru", "filo"),
+            f"eviction_order = {chosen.eviction_order!r} needs index = 'tree': in a flat queue the newest page is the "
+            "start of a chain, and what follows it would stay cached and never be found",
+        ),
+        (
+            in_queue and not chosen.unhashed_to_head and chosen.eviction_order != "lru",
+            "unhashed_to_head = False puts pages without content among cached ones by time, which is eviction_order "
+            f"= 'lru'; found {chosen.eviction_order!r}",
+        ),
+        (
+            unit is not None and (unit >= size or size % unit > 0),
+            f"hash_unit = {unit}: expected a divisor of the page size {size} below it; None for whole pages",
+        ),
+        (
+            unit is not None and not chosen.prefix_cache,
+            "hash_unit needs prefix_cache = True: nothing is found otherwise",
+        ),
+    ]
+
+
+def _not_honoured(kind: str, name: str, value: Any, switched: tuple[str, ...], honoured: frozenset[str]) -> str:
+    if switched and name in _FAST_ONLY:
+        return (
+            f"{name} = {value!r} is not honoured together with {', '.join(switched)}: only kind {kind!r} by itself is"
+        )
+    return f"{name} = {value!r} is not honoured by kind {kind!r}; fields that it honours: {', '.join(sorted(honoured))}"
 
 
 # What each kind does by default, and which fields it honours at other values.
@@ -105,8 +181,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "split_touches_suffix": True,
         "demand_slack": 1,
         "preempt_keeps": "checkpointed",
+        "index": "tree",
+        "recency": "access",
+        "refused_evicts": True,
         "unhashed_to_head": False,
         "reversed_release": False,
+        "page_keys": "tokens",
     },
     "contiguous": {"kind": "contiguous", "page_size": 1, "prefix_cache": False},
     "exact": {"kind": "exact", "page_size": 1, "publish": "commit"},
@@ -125,17 +205,24 @@ _SWITCHABLE: dict[str, frozenset[str]] = {
         | {"hash_fn", "form"}
     ),
     "token": frozenset(
-        {"kind", "page_size", "prefix_cache", "gate", "last_token_rule", "need_sort"}
-        | {"eviction_unit", "split_touches_suffix", "demand_slack"}
+        {"kind", "page_size", "prefix_cache", "gate", "last_token_rule", "need_sort", "form"}
+        | {"eviction_unit", "eviction_order", "split_touches_suffix", "demand_slack"}
     ),
     "contiguous": frozenset({"kind", "page_size", "gate", "sizing", "placement", "max_model_len"}),
     "exact": frozenset({"kind", "page_size", "gate"}),
 }
+GENERAL = frozenset(  # fields by which block and token differ, or may: the general form honours all of them
+    {"publish", "publish_generated", "duplicates", "eviction_unit", "eviction_order", "index", "recency", "page_keys"}
+    | {"split_touches_suffix", "demand_slack", "preempt_keeps", "refused_evicts", "unhashed_to_head"}
+    | {"reversed_release", "hash_unit"}
+)
+_FAST_ONLY = frozenset({"sliding_window", "retention_interval", "hash_fn", "need_sort", "form"})
 _CLASSES = {
     "block": ("kvarena.allocators.block", "BlockAllocator"),
     "token": ("kvarena.allocators.token", "TokenAllocator"),
     "contiguous": ("kvarena.allocators.contiguous", "ContiguousAllocator"),
     "exact": ("kvarena.allocators.exact", "ExactAllocator"),
+    "general": ("kvarena.allocators.general", "GeneralAllocator"),
 }
 PRESETS: dict[str, dict[str, Any]] = {
     "vllm": {"kind": "block", "page_size": 16},
@@ -197,7 +284,7 @@ def make_allocator(spec: AllocatorSpec, *, num_pages: int, **overrides: Any) -> 
     extra = {"hash_fn": overrides.pop("hash_fn")} if callable(overrides.get("hash_fn")) else {}
     if overrides:
         chosen = design({**chosen.model_dump(), "gate": chosen.gate, **overrides})
-    module, name = _CLASSES[chosen.kind]
+    module, name = _CLASSES["general" if chosen.is_general else chosen.kind]
     return getattr(import_module(module), name)(num_pages, chosen, **extra)
 
 

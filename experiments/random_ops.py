@@ -182,9 +182,9 @@ class RandomOps:
 
     def _apply(self, result: Reservation | Commit, tell: bool = True) -> None:
         """Carry out moves, forget what was freed or evicted, tell the adapters (unless they hear it otherwise)."""
+        self.shadow.forget(result.evicted)  # first: an evicted page may be the target of a move
         if isinstance(result, Reservation):
             self.shadow.move(result.moves)
-        self.shadow.forget(result.evicted)
         # A reservation lists pages that left the window under `freed`, also those that still serve hits.
         if self.shadow.window is None or isinstance(result, Commit):
             self.shadow.forget(result.freed)

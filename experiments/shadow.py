@@ -70,6 +70,8 @@ class ShadowPool:
         self._slots: dict[int, int] = {}
         self._given_back: set[int] = set()  # reported freed by a release, in no row since
         self.window = getattr(getattr(allocator, "design", None), "sliding_window", None)
+        # With a hash unit a page may serve no more than its beginning.
+        self.written = getattr(getattr(allocator, "design", None), "hash_unit", None) or allocator.page_size
         self._forks = isinstance(allocator, SupportsFork)
 
     def slots_of(self, actor: Actor, n: int) -> list[int]:
@@ -208,7 +210,7 @@ class ShadowPool:
             if not grown <= len(pages) <= grown + surplus:
                 raise Violation(f"release: {len(pages)} pages are reported {what}, {grown} more are")
         for page in released.cached:
-            if any(slot not in self._slots for slot in range(page * size, page * size + size)):
+            if any(slot not in self._slots for slot in range(page * size, page * size + self.written)):
                 raise Violation(f"release: page {page} is reported cached, its KV was never written")
         self._given_back.update(released.freed)
 

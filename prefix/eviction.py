@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
+from kvarena.prefix.random_order import RandomQueue
+from kvarena.prefix.sieve import SieveQueue
+
 
 class Evictable(Protocol):
     """What an order may look at, and what the queue needs to know of a tree node."""
@@ -27,6 +30,20 @@ class Evictable(Protocol):
     children: Any  # true: not a leaf
 
 
+class EvictionQueue(Protocol):
+    """What hands out candidates. A node is named in it at most once, and `queued` is not None while it is."""
+
+    def offer(self, node: Any) -> None: ...
+
+    def pop(self) -> Any: ...
+
+    def clear(self) -> None: ...
+
+    def entries(self) -> Iterator[tuple[Any, Any]]: ...
+
+    def __len__(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """An eviction order.
@@ -36,6 +53,7 @@ class Order:
                    surfaces; else every touch of a candidate has to queue it anew
     uses_hits      hit counts have to be kept
     uses_priority  priorities have to be kept
+    queue          of candidates, for an order that no key tells; then `key` is not asked
     """
 
     name: str
@@ -43,6 +61,7 @@ class Order:
     only_grows: bool = True
     uses_hits: bool = False
     uses_priority: bool = False
+    queue: Callable[[], EvictionQueue] | None = None
 
 
 SLRU_PROTECTED_HITS = 2  # from this hit count on a node belongs to the protected segment
@@ -57,6 +76,8 @@ ORDERS: dict[str, Order] = {
         Order("mru", lambda node: -node.last_access, only_grows=False),
         Order("priority", attrgetter("priority", "last_access"), uses_priority=True),
         Order("slru", lambda node: (node.hits >= SLRU_PROTECTED_HITS, node.last_access), uses_hits=True),
+        Order("random", attrgetter("serial"), queue=RandomQueue),
+        Order("sieve", attrgetter("created"), uses_hits=True, queue=SieveQueue),
     )
 }
 
@@ -207,6 +228,8 @@ def _age(entry: tuple[int, int, Any]) -> int:
     return -entry[0]
 
 
-def queue_for(order: Order) -> LeafQueue[Any] | RecencyQueue[Any]:
+def queue_for(order: Order) -> EvictionQueue:
     """The cheapest queue that serves an order."""
+    if order.queue is not None:
+        return order.queue()
     return RecencyQueue() if order.name == "lru" else LeafQueue(order)

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Hashable, Iterator
 from typing import Any, Literal
 
-from kvarena.prefix.eviction import LeafQueue, Order, RecencyQueue, order, queue_for
+from kvarena.prefix.eviction import EvictionQueue, Order, order, queue_for
 
 _NO_CHILDREN: dict[bytes, Node] = {}  # shared by all leaves, never written
 
@@ -102,7 +102,7 @@ class RadixTree:
         self.order = eviction_order or order("lru")
         self.eviction_unit = eviction_unit
         self.split_touches_suffix = split_touches_suffix
-        self.queue: LeafQueue[Node] | RecencyQueue[Node] = queue_for(self.order)
+        self.queue: EvictionQueue = queue_for(self.order)
         self.roots: dict[Hashable, Root] = {}
         self.evictable_pages = 0
         self._clock = 0
