@@ -13,6 +13,7 @@ declared output fit behind what running requests are reckoned to need (`sglang_a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -34,6 +35,7 @@ class Rules:
     shares         prefixes are shared
     sizing         pages as they fill, or runs of a contiguous pool
     policy         "vllm": token budget a step, decodes first; "sglang": prompts first, future output reserved
+    publish        "reserve": a prefix is found in the step that computes it; "commit": when that step's result is in
     reserves       False: the sglang policy without its reservation
     declared       max_tokens that every client declares
     """
@@ -43,6 +45,7 @@ class Rules:
     share_page_size: int | None = None
     shares: bool = True
     sizing: Sizing = "pages"
+    publish: Literal["reserve", "commit"] = "reserve"
     policy: Literal["vllm", "sglang"] = "vllm"
     reserves: bool = True
     rows: int = 2**31
@@ -53,12 +56,30 @@ class Rules:
     lag: int = 1
 
 
-def capacity(load: Load, rules: Rules) -> int:
-    """The largest burst that is carried, at most len(load). Costs about 0.1 s for 2,000 requests."""
-    low, high = 0, min(len(load), rules.rows)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if carried(first(load, middle), rules) else (low, middle - 1)
+def capacity(load: Load, rules: Rules, guess: int | None = None) -> int:
+    """The largest burst that is carried, at most len(load); quick when `guess` is near it."""
+    return largest(lambda size: carried(first(load, size), rules), min(len(load), rules.rows), guess)
+
+
+def largest(carried: Callable[[int], bool], most: int, guess: int | None = None) -> int:
+    """The largest size up to `most` that is carried, where every smaller one is too; 0 when none is. Looks around
+    `guess` by steps that double, then halves.
+
+    >>> asked = []
+    >>> largest(lambda size: asked.append(size) or size <= 622, 2000, guess=622), asked
+    (622, [622, 623])
+    """
+    low, high, step = 0, most + 1, 1
+    at = min(max(most if guess is None else guess, 1), most)
+    while low < at < high:
+        if carried(at):
+            low, at = at, at + step
+        else:
+            high, at = at, at - step
+        step *= 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if carried(middle) else (low, middle)
     return low
 
 
@@ -72,20 +93,19 @@ def carried(load: Load, rules: Rules) -> bool:
 
 
 def demand(load: Load, rules: Rules) -> Ints:
-    """D(t), int64 [steps]: pages held in each step, if there is always room."""
+    """D(t), int64 [steps]: pages held in each step, if there is always room. O(output tokens)."""
     done = prefill_ends(load, rules)
     fixed = _shared_pages(load, rules)
-    last = done + load.outputs - 1 + rules.lag
-    held = np.zeros(int(last.max()) + 1, np.int64)
-    for t in range(len(held)):
-        live = (done <= t) & (t <= last)
-        tokens = load.prompts[live] + t - done[live]
-        held[t] = (_pages(tokens, load.prompts[live], rules) - fixed).sum() + fixed * _live_groups(load, live)
+    lives = load.outputs + rules.lag
+    age = np.arange(lives.sum()) - np.repeat(np.cumsum(lives) - lives, lives)
+    prompts, step = np.repeat(load.prompts, lives), np.repeat(done, lives) + age
+    held = np.bincount(step, _pages(prompts + age, prompts, rules) - fixed).astype(np.int64)
+    if fixed:
+        for group in np.unique(load.group):
+            mine = load.group == group
+            # A group's requests come close together: its prefix is held from the first to the last of them.
+            held[done[mine].min() : (done + lives)[mine].max()] += fixed
     return held
-
-
-def _live_groups(load: Load, live: np.ndarray) -> int:
-    return len(np.unique(load.group[live])) if load.system_tokens else 0
 
 
 def _shared_pages(load: Load, rules: Rules) -> int:
@@ -110,31 +130,68 @@ def prefill_ends(load: Load, rules: Rules) -> Ints:
     """d_i, int64 [N]: the step in which each prompt is done, if there is always room."""
     if rules.policy == "sglang":
         return np.zeros(len(load), np.int64)  # no decode runs before the last prompt is done
-    todo = _new_tokens(load, rules)
     ends = np.zeros(len(load), np.int64)
-    step, running, budget = 0, 0, rules.step_tokens
-    started: list[int] = []  # of those running, when their last token is sampled
-    for number, left in enumerate(todo.tolist()):
+    prefixes = _Prefixes(load, rules)
+    step, budget = 0, rules.step_tokens
+    for number in range(len(load)):
+        if budget <= 0:
+            step, budget = _next_step(step, ends[:number], load.outputs[:number], rules)
+        left = prefixes.new_tokens(number, step)
         while left > budget:
             left -= budget
-            step += 1
-            running = sum(step <= end for end in started)
-            budget = max(rules.step_tokens - running, 1)
+            step, budget = _next_step(step, ends[:number], load.outputs[:number], rules)
         budget -= left
         ends[number] = step
-        started.append(step + int(load.outputs[number]))
+        prefixes.computed(number, step)
     return ends
 
 
-def _new_tokens(load: Load, rules: Rules) -> Ints:
-    """Prompt tokens to compute: all of a group's first request, of the others what is not shared."""
-    fixed = _shared_pages(load, rules) * rules.page_size
-    todo = load.prompts.copy()
-    if fixed:
-        _, firsts = np.unique(load.group, return_index=True)
-        others = np.setdiff1d(np.arange(len(load)), firsts)
-        todo[others] -= np.minimum(fixed, todo[others] - 1)
-    return todo
+def _next_step(step: int, ends: Ints, outputs: Ints, rules: Rules) -> tuple[int, int]:
+    """The step behind, and its tokens behind those of everybody who decodes in it."""
+    step += 1
+    decoding = int((step <= ends + outputs - 1 + rules.lag).sum())
+    return step, max(rules.step_tokens - decoding, 1)
+
+
+class _Prefixes:
+    """How much of a group's prefix is found from which step on."""
+
+    def __init__(self, load: Load, rules: Rules) -> None:
+        self.load = load
+        self.page_size = rules.page_size
+        self.fixed = _shared_pages(load, rules) * rules.page_size
+        self.delay = 1 + rules.lag if rules.publish == "commit" else 0
+        self._found: dict[int, list[tuple[int, int, int]]] = {}  # group -> (from step, tokens, by whom)
+        self._hits: dict[int, int] = {}
+        self._merged: list[tuple[int, int]] = []
+
+    def new_tokens(self, number: int, step: int) -> int:
+        """Prompt tokens that a request admitted in this step has to compute."""
+        prompt = int(self.load.prompts[number])
+        known = self._found.get(int(self.load.group[number]), ())
+        self._hits[number] = max((tokens for since, tokens, _ in known if since <= step), default=0)
+        return prompt - min(self._hits[number], prompt - 1)
+
+    def chunk(self, number: int, step: int, computed: int) -> None:
+        """SGLang: the first `computed` new tokens of a prompt are checkpointed before the step behind this one."""
+        tokens = min(self._hits[number] + computed, self.fixed) // self.page_size * self.page_size
+        self._publish(number, step + 1, tokens)
+
+    def computed(self, number: int, step: int) -> None:
+        """A request's prompt is done in this step; what another has published by then is merged."""
+        since, known = step + self.delay, self._found.get(int(self.load.group[number]), ())
+        others = max((tokens for _, tokens, by in known if by != number), default=0)
+        if others > self._hits[number]:
+            self._merged.append((since, others - self._hits[number]))
+        self._publish(number, since, self.fixed)
+
+    def _publish(self, number: int, since: int, tokens: int) -> None:
+        if tokens:
+            self._found.setdefault(int(self.load.group[number]), []).append((since, tokens, number))
+
+    def merged(self, step: int) -> int:
+        """Slots that have come back by now, of prefixes that were computed more than once."""
+        return sum(tokens for since, tokens in self._merged if since <= step)
 
 
 def sglang_admits(load: Load, rules: Rules) -> bool:
@@ -145,17 +202,24 @@ def sglang_admits(load: Load, rules: Rules) -> bool:
     """
     output, size = min(rules.declared, SGLANG_OUTPUT_CAP), rules.page_size
     free = rules.num_pages * size
-    todo, whole = _new_tokens(load, rules).tolist(), -(-_new_tokens(load, rules) // size) * size
-    reserve = passing = taken = 0.0
-    left = rules.chunk_tokens
-    for number, need in enumerate(todo):
+    prefixes, step = _Prefixes(load, rules), 0
+    reserve = in_pass = 0.0
+    passing, taken, left = 0, 0, rules.chunk_tokens
+    for number in range(len(load)):
         if left <= 0:
-            reserve, free = reserve + SGLANG_RATIO * output * passing, free - taken
-            passing, taken, left = 0, 0.0, rules.chunk_tokens
-        in_pass = taken + passing * (size + output)
-        if need + output + size + int(reserve + in_pass) >= free:
+            step, reserve, free = step + 1, reserve + SGLANG_RATIO * output * passing, free - taken
+            passing, taken, left, in_pass = 0, 0, rules.chunk_tokens, 0.0
+        need = prefixes.new_tokens(number, step)
+        if need + output + size + int(reserve + in_pass) >= free + prefixes.merged(step):
             return False
-        passing, taken, left = passing + 1, taken + int(whole[number]), left - int(whole[number])
+        whole, before = -(-need // size) * size, 0
+        while whole > left:  # a prompt in chunks joins those who run when its last chunk is done
+            step, reserve = step + 1, reserve + SGLANG_RATIO * output * passing
+            free, whole, before = free - taken - left, whole - left, before + left
+            prefixes.chunk(number, step - 1, before)
+            passing, taken, left, in_pass = 0, 0, rules.chunk_tokens, 0.0
+        passing, taken, left, in_pass = passing + 1, taken + whole, left - whole, in_pass + whole + size + output
+        prefixes.computed(number, step)
     return True
 
 
