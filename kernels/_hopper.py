@@ -433,7 +433,7 @@ def _produce_rows(
 
 @gluon.jit
 def extend_kernel(
-    q_desc, k_desc, v_desc, k_ptr, v_ptr, out_ptr, lse_ptr, entries_ptr, tiles_ptr, state_ptr, scale,
+    q_desc, k_desc, v_desc, k_ptr, v_ptr, out_ptr, lse_ptr, entries_ptr, tiles_ptr, state_at, scale,
     stride_entries, k_head_rows, k_head_cols, v_head_rows, v_head_cols,
     GROUP: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr, TPE: gl.constexpr, K_STRIDES: gl.constexpr,
     V_STRIDES: gl.constexpr, BOX: gl.constexpr, ORDER: gl.constexpr, IS_GATHER: gl.constexpr, LSE: gl.constexpr,
@@ -441,6 +441,7 @@ def extend_kernel(
 ):  # fmt: skip
     """One persistent CTA; grid (number of SMs,). `scale` is the softmax scale times log2(e)."""
     dtype: gl.constexpr = q_desc.dtype
+    state_ptr = tiles_ptr + state_at
     ring: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q_s = gl.allocate_shared_memory(dtype, [2, HALF // GROUP, GROUP, BLOCK], q_desc.layout)
     k_s = gl.allocate_shared_memory(dtype, [2, BLOCK, BLOCK], ring)

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NoReturn
 
 import torch
+from kvarena.kernels._direct import Descriptors, Grid, Run, direct_launcher, with_descriptors
 from kvarena.kernels.page_table import PageTable
 from torch import Tensor
 
@@ -193,30 +194,85 @@ class Remembered(dict[Hashable, Any]):
 def call_key(*tensors: Tensor | None) -> tuple[object, ...]:
     """All that checks, tile sizes and Triton's specialisation read of tensors: equal keys, equal launches."""
     return tuple(
-        None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0) for t in tensors
+        [None if t is None else (t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() % 16 == 0) for t in tensors]
     )
 
 
-_compiled = Remembered()
+def table_key(table: PageTable) -> tuple[object, ...]:
+    """`call_key` of a page table, made once: one table serves all layers of a step."""
+    key: tuple[object, ...] | None = table.__dict__.get("_key")
+    if key is None:
+        key = (table.tokens_per_entry, *call_key(table.entries, table.rows, table.seq_lens))
+        object.__setattr__(table, "_key", key)
+    return key
 
 
-def launch(
-    kernel: Any, grid: tuple[int, int, int], args: tuple[object, ...], constants: dict[str, Any], key: Hashable
-) -> None:
+class Launch:
+    """One kernel with the grid, numbers and compile-time arguments of one call shape (see `call_key`).
+
+    kernel       the arguments of a kernel are tensors first, then numbers, then what is known at compile time
+    constants    the compile-time ones and launch options
+    descriptors  tensor arguments that the kernel takes as tensor descriptors: index -> how to make one
+
+    The first launch goes through Triton, which inspects every argument and compiles; later ones call the compiled
+    kernel (`kvarena.kernels._direct`), since for an equal shape nothing but addresses changes.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: Grid,
+        numbers: Sequence[object],
+        constants: dict[str, Any],
+        descriptors: Descriptors | None = None,
+    ) -> None:
+        self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
+        self.descriptors: Descriptors = descriptors or {}
+        self._run: Run | None = None
+
+    def __call__(
+        self, tensors: Sequence[Tensor | None], grid: Grid | None = None, numbers: Sequence[object] | None = None
+    ) -> None:
+        """Launch on these tensors; `grid` and `numbers` where they differ from call to call."""
+        grid, numbers = grid or self.grid, self.numbers if numbers is None else numbers
+        if self._run is not None:
+            self._run(grid, tensors, numbers)
+            return
+        made = with_descriptors(tensors, self.descriptors)
+        compiled = self.kernel[grid](*made, *numbers, **self.constants)
+        if hasattr(compiled, "packed_metadata"):  # neither the interpreter nor a launch that only compiles
+            self._run = self._repeated(compiled, tensors, len(numbers))
+
+    def _repeated(self, compiled: Any, tensors: Sequence[Tensor | None], num_numbers: int) -> Run:
+        names = self.kernel.arg_names[len(tensors) + num_numbers :]
+        tail = tuple(self.constants[name] for name in names)
+        device = next(t.get_device() for t in tensors if t is not None)
+        direct = direct_launcher(compiled, tail, device, self.descriptors)
+        if direct is not None:
+            return direct
+
+        def public(grid: Grid, tensors: Sequence[Tensor | None], numbers: Sequence[object]) -> None:
+            compiled[grid](*with_descriptors(tensors, self.descriptors), *numbers, *tail)
+
+        return public
+
+
+_launches = Remembered()
+
+
+def launch(kernel: Any, grid: Grid, args: tuple[Any, ...], constants: dict[str, Any], key: Hashable) -> None:
     """`kernel[grid](*args, **constants)`; with a known `key`, without Triton's inspection of every argument.
 
-    args       in the kernel's order, all but the compile-time ones, which come last
+    args       in the kernel's order: tensors (or None), then numbers, all but the compile-time ones
     constants  the compile-time ones and launch options
     key        equal for launches that differ in addresses alone (see `call_key`), unlike for others
     """
-    found = _compiled.get((kernel, key))
-    if found is not None:
-        compiled, tail = found
-        compiled[grid](*args, *tail)
-        return
-    compiled = kernel[grid](*args, **constants)
-    if hasattr(compiled, "packed_metadata"):  # neither the interpreter nor a launch that only compiles
-        _compiled[kernel, key] = (compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]))
+    found = _launches.get((kernel, key))
+    if found is None:
+        count = next((i for i, a in enumerate(args) if not (a is None or isinstance(a, Tensor))), len(args))
+        found = _launches[kernel, key] = (Launch(kernel, grid, (), constants), count)
+    call, count = found
+    call(args[:count], grid, args[count:])
 
 
 def is_power_of_two(number: int) -> bool:

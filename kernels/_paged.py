@@ -28,24 +28,6 @@ def locate(entries_ptr, o_n, LOG_ENTRY: tl.constexpr, LOG_PAGE: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
-    base,
-    page,
-    offset,
-    stride_page,
-    stride_slot,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """One row of `DIM` a slot, padded with zeros to [BN, BLOCK_D]."""
-    o_d = tl.arange(0, BLOCK_D)
-    p = base + (page * stride_page + offset * stride_slot)[:, None] + o_d[None, :]
-    if DIM == BLOCK_D:
-        return tl.load(p)
-    return tl.load(p, mask=(o_d < DIM)[None, :], other=0.0)
-
-
-@triton.jit
 def cap_scores(s, cap):
     """cap x tanh(s), where s is already divided by the cap and `cap` carries log2(e).
 

@@ -17,6 +17,7 @@ window) is masked, with positions clamped to keys that the tile may see before t
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import dataclass
 from types import ModuleType
@@ -25,8 +26,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from kvarena.kernels._direct import Descriptors
 from kvarena.kernels._launch import (
     LOG2E,
+    Launch,
     Remembered,
     call_key,
     check_attention,
@@ -35,19 +38,19 @@ from kvarena.kernels._launch import (
     check_shape,
     check_slopes,
     fail,
-    launch,
     log2,
     next_power_of_two,
     output_like,
     scale_argument,
+    table_key,
 )
-from kvarena.kernels._paged import cap_scores, finish, load_rows, locate, softmax_step
+from kvarena.kernels._paged import cap_scores, finish, locate, softmax_step
+from kvarena.kernels._rows import load_rows
 from kvarena.kernels.extend_gluon import box_view
 from kvarena.kernels.page_table import PageTable
+from kvarena.kernels.tiles import BOX_ROWS, extend_config
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-BOX_ROWS = 64  # pages of this many tokens hold whole blocks of keys, which a descriptor (TMA) fetches in one piece
 
 
 @triton.jit
@@ -197,24 +200,21 @@ def _extend_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     k_row, k_col = i_kv * key_head_rows, i_kv * key_head_cols
     v_row, v_col = i_kv * value_head_rows, i_kv * value_head_cols
-    # V is loaded behind the softmax, so that waiting for K does not wait for V.
-    for i_n in range(begin, middle, BLOCK_N):
+    for i_n in tl.range(begin, middle, BLOCK_N, disable_licm=True):
         o_n = i_n + tl.arange(0, BLOCK_N)
         page, offset = locate(p_row, i_n if BOXES else o_n, LOG_ENTRY, LOG_PAGE)
         if BOXES:
             b_k = key_box.load([(page * key_page_rows + offset).to(tl.int32) + k_row, k_col])  # [BLOCK_N, D]
+            b_v = value_box.load([(page * value_page_rows + offset).to(tl.int32) + v_row, v_col])
         else:
             b_k = load_rows(p_key, page, offset, key_stride_p, key_stride_s, D, BLOCK_D)
+            b_v = load_rows(p_value, page, offset, value_stride_p, value_stride_s, DV, BLOCK_DV)
         p, m_i, l_i, alpha = _weights(
             m_i, l_i, b_q, b_k, b_slope, o_pos, o_n, high, qk_scale, cap, window,
             HAS_WINDOW, HAS_CAP, HAS_SLOPES, False,
         )  # fmt: skip
-        if BOXES:
-            b_v = value_box.load([(page * value_page_rows + offset).to(tl.int32) + v_row, v_col])
-        else:
-            b_v = load_rows(p_value, page, offset, value_stride_p, value_stride_s, DV, BLOCK_DV)
         acc = tl.dot(p.to(b_q.dtype), b_v.to(b_q.dtype), acc * alpha[:, None], input_precision="ieee")
-    for i_n in range(middle, high, BLOCK_N):
+    for i_n in tl.range(middle, high, BLOCK_N, disable_licm=True):
         o_n = i_n + tl.arange(0, BLOCK_N)
         at = tl.minimum(tl.maximum(o_n, low), high - 1)
         page, offset = locate(p_row, i_n if BOXES else at, LOG_ENTRY, LOG_PAGE)
@@ -241,59 +241,6 @@ def _extend_kernel(
         tl.store(lse_ptr + o_row * lse_stride_t + o_h, lse * 0.6931471805599453, mask=m_m)
 
 
-@dataclass(frozen=True)
-class ExtendConfig:
-    """Tile of one program."""
-
-    block_m: int  # rows: tokens x query heads of one KV head
-    block_n: int  # keys a step
-    num_warps: int
-    num_stages: int  # loads in flight
-
-
-def extend_config(
-    num_tokens: int,
-    batch: int,
-    group: int,
-    block_d: int,
-    itemsize: int,
-    plain: bool = True,
-    boxes: bool = False,
-    capacity: int = 0,
-) -> ExtendConfig:
-    """Tile sizes from shapes alone.
-
-    num_tokens  T, new tokens; batch  B; so T / B x G rows a request and KV head on average
-    group       query heads of one KV head, G
-    block_d     larger of the padded head dims
-    itemsize    bytes of one number of q
-    plain       no softcap, no ALiBi, K and V of q's dtype: nothing else needs registers
-    boxes       K and V can come by descriptors (TMA); blocks of more than BOX_ROWS keys do without
-    capacity    tokens that a row of the table can name
-
-    From runs on one H200: 256 rows x 128 keys won where requests are long, over descriptors too; descriptors for short
-    prompts; 64 rows for a few new tokens on long prefixes (memory bound). Tiles shrink
-    where Q, K and V in flight would not fit in shared memory (head_dim above 128), or where sm_90 would spill
-    registers (tests/kernels/test_compile.py prints the report).
-    """
-    rows = max(num_tokens // max(batch, 1), 1) * group
-    if itemsize == 4:
-        shape = (64, 16, 8, 2) if block_d <= 128 else (32, 16, 8, 2)
-    elif block_d > 128:
-        wide = (128, 64, 8, 2) if plain else (128, 32, 8, 2)
-        shape = (64, 32, 4, 2) if rows <= 64 else wide
-    elif rows <= 64:
-        shape = (64, 64, 4, 3)
-    elif plain and block_d == 128 and rows > 128 and capacity >= 2048:
-        shape = (256, 128, 8, 2)
-    elif boxes:
-        shape = (128, 64, 4, 2)
-    else:
-        shape = (256, 64, 8, 3) if rows > 128 and plain else (128, 64, 8, 3)
-    block_m, block_n, num_warps, num_stages = shape
-    return ExtendConfig(max(block_m, next_power_of_two(group)), block_n, num_warps, num_stages)
-
-
 def takes_boxes(cache: Tensor) -> bool:
     """Whether blocks of this cache [P, S, HKV, D] can be read by descriptors: shapes, strides, device."""
     if cache.shape[1] < BOX_ROWS or cache.shape[3] not in (64, 128, 256) or cache.element_size() != 2:
@@ -303,18 +250,22 @@ def takes_boxes(cache: Tensor) -> bool:
     return cache.device.type != "cuda" or torch.cuda.get_device_capability(cache.device) >= (9, 0)
 
 
-def _boxes(key_cache: Tensor, value_cache: Tensor, block_n: int) -> tuple[tuple[_Box, _Box], list[int]]:
-    """Descriptors of K and V without their tensors, and for each: rows a page, rows a head, columns a head."""
-    found: list[_Box] = []
+FIRST_BOX = 10  # of the kernel's arguments: key_box, then value_box
+
+
+def _boxes(key_cache: Tensor, value_cache: Tensor, block_n: int) -> tuple[Descriptors, list[int]]:
+    """How to make the descriptors of K and V, and for each: rows a page, rows a head, columns a head."""
+    made: Descriptors = {}
     geometry: list[int] = []
-    for cache in (key_cache, value_cache):
+    for i, cache in enumerate((key_cache, value_cache)):
         view = box_view(cache)
         if view is None:
             fail("cache", "pages a whole number of rows apart", f"strides {cache.stride()}")
         shape, strides, head_rows, head_cols = view
-        found.append((shape, strides, [block_n, cache.shape[3]]))
+        block = [block_n, cache.shape[3]]
+        made[FIRST_BOX + i] = functools.partial(TensorDescriptor, shape=shape, strides=strides, block_shape=block)
         geometry += [cache.stride(0) // cache.stride(1), head_rows, head_cols]
-    return (found[0], found[1]), geometry
+    return made, geometry
 
 
 def _load_hopper() -> ModuleType | None:
@@ -387,13 +338,13 @@ def paged_extend(
     Cost: 2 x HQ x (D + Dv) flops for each visible (token, key) pair.
     Raises ValueError for shapes, dtypes or devices that do not fit.
     """
-    tables = (table.entries, table.rows, table.seq_lens, query_start_loc)
     k_tensor = k_scale if isinstance(k_scale, Tensor) else None
     v_tensor = v_scale if isinstance(v_scale, Tensor) else None
     factors = (k_scale if k_tensor is None else None, v_scale if v_tensor is None else None)
     key = (
-        call_key(q, key_cache, value_cache, *tables, alibi_slopes, k_tensor, v_tensor, out),
-        (table.tokens_per_entry, scale, window, softcap, *factors, return_lse, backend),
+        call_key(q, key_cache, value_cache, query_start_loc, alibi_slopes, k_tensor, v_tensor, out),
+        table_key(table),
+        (scale, window, softcap, *factors, return_lse, backend),
     )
     tensors = (q, key_cache, value_cache, table, query_start_loc)
     call = _calls.get(key)
@@ -404,32 +355,26 @@ def paged_extend(
     if out is None:
         out = q.new_empty(call.shape)
     lse = torch.empty(call.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-    if q.shape[0] and not (call.hopper and _extend_hopper(tensors, call.options, out, lse, backend, plan)):
-        boxes = [None, None]
-        if call.boxes is not None:
-            boxes = [
-                TensorDescriptor(cache, *view) for cache, view in zip((key_cache, value_cache), call.boxes, strict=True)
-            ]
-        pointers = (q, key_cache, value_cache, *tables, alibi_slopes, k_tensor, v_tensor, *boxes, out, lse)
-        launch(_extend_kernel, call.grid, (*pointers, *call.numbers), call.constants, key)
+    if q.shape[0] and not (call.hopper and _extend_hopper(tensors, call, out, lse, backend, plan)):
+        tables = (table.entries, table.rows, table.seq_lens, query_start_loc)
+        boxes = (key_cache, value_cache) if call.boxed else (None, None)
+        call.plain((q, key_cache, value_cache, *tables, alibi_slopes, k_tensor, v_tensor, *boxes, out, lse))
     return (out, lse) if lse is not None else out
 
 
 _Tensors = tuple[Tensor, Tensor, Tensor, PageTable, Tensor]
-_Box = tuple[list[int], list[int], list[int]]  # shape, strides, block
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What calls of one shape share: the backend, and grid, numbers and compile-time arguments of the plain kernel."""
+    """What calls of one shape share: the backend, and the launch of the plain kernel."""
 
     shape: tuple[int, int, int]
     hopper: bool  # the Hopper backend takes these arguments
-    options: dict[str, Any]
-    grid: tuple[int, int, int]
-    numbers: tuple[float, ...]
-    constants: dict[str, Any]
-    boxes: tuple[_Box, _Box] | None  # of K and V, where descriptors read them
+    scale: float | None
+    kept: dict[object, Any]  # what the Hopper backend keeps between calls of this shape
+    plain: Launch
+    boxed: bool  # descriptors read K and V
 
 
 _calls = Remembered()
@@ -468,53 +413,55 @@ def _prepare(
     widest = max(block_d, block_dv)
     config = extend_config(num_tokens, batch, group, widest, q.element_size(), plain, boxed, capacity)
     boxed = boxed and config.block_n <= BOX_ROWS
-    boxes, geometry = _boxes(key_cache, value_cache, config.block_n) if boxed else (None, [0] * 6)
+    descriptors, geometry = _boxes(key_cache, value_cache, config.block_n) if boxed else ({}, [0] * 6)
     tokens = config.block_m // group
     k_number, _, k_scale_stride = scale_argument("k_scale", options["k_scale"], num_kv_heads, q.device)
     v_number, _, v_scale_stride = scale_argument("v_scale", options["v_scale"], num_kv_heads, q.device)
     qk_scale = (head_dim**-0.5 if scale is None else scale) * k_number
+    numbers = (
+        batch,
+        num_tokens,
+        qk_scale * LOG2E if softcap is None else qk_scale / softcap,
+        v_number,
+        0.0 if softcap is None else softcap * LOG2E,
+        window or 0,
+        k_scale_stride,
+        v_scale_stride,
+        *q.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        table.entries.stride(0),
+        *out_strides,
+        num_heads,
+        *geometry,
+    )
+    constants = {
+        "GROUP": group,
+        "TOKENS": tokens,
+        "BLOCK_B": next_power_of_two(batch + 1),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "D": head_dim,
+        "BLOCK_D": block_d,
+        "DV": head_dim_v,
+        "BLOCK_DV": block_dv,
+        "LOG_ENTRY": log2(table.tokens_per_entry),
+        "LOG_PAGE": log2(page_size),
+        "HAS_WINDOW": window is not None,
+        "HAS_CAP": softcap is not None,
+        "HAS_SLOPES": options["alibi_slopes"] is not None,
+        "BOXES": boxed,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    grid = (num_kv_heads, num_tokens // tokens + batch + 1, 1)
     return _Call(
         shape=shape,
         hopper=_takes_hopper(tensors, options, backend),
-        options=options,
-        grid=(num_kv_heads, num_tokens // tokens + batch + 1, 1),
-        numbers=(
-            batch,
-            num_tokens,
-            qk_scale * LOG2E if softcap is None else qk_scale / softcap,
-            v_number,
-            0.0 if softcap is None else softcap * LOG2E,
-            window or 0,
-            k_scale_stride,
-            v_scale_stride,
-            *q.stride()[:2],
-            *key_cache.stride()[:3],
-            *value_cache.stride()[:3],
-            table.entries.stride(0),
-            *out_strides,
-            num_heads,
-            *geometry,
-        ),
-        constants={
-            "GROUP": group,
-            "TOKENS": tokens,
-            "BLOCK_B": next_power_of_two(batch + 1),
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "D": head_dim,
-            "BLOCK_D": block_d,
-            "DV": head_dim_v,
-            "BLOCK_DV": block_dv,
-            "LOG_ENTRY": log2(table.tokens_per_entry),
-            "LOG_PAGE": log2(page_size),
-            "HAS_WINDOW": window is not None,
-            "HAS_CAP": softcap is not None,
-            "HAS_SLOPES": options["alibi_slopes"] is not None,
-            "BOXES": boxed,
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
-        },
-        boxes=boxes,
+        scale=scale,
+        kept={},
+        plain=Launch(_extend_kernel, grid, numbers, constants, descriptors),
+        boxed=boxed,
     )
 
 
@@ -528,19 +475,14 @@ def _takes_hopper(tensors: _Tensors, options: dict[str, Any], backend: str | Non
 
 
 def _extend_hopper(
-    tensors: _Tensors,
-    options: dict[str, Any],
-    out: Tensor,
-    lse: Tensor | None,
-    backend: str | None,
-    plan: object | None,
+    tensors: _Tensors, call: _Call, out: Tensor, lse: Tensor | None, backend: str | None, plan: object | None
 ) -> bool:
     """Run the Hopper backend; False if it failed and the plain kernel has to, from here on."""
     hopper = hopper_backend()
     if hopper is None:
         return False
     try:
-        hopper.extend(*tensors, **options, out=out, lse=lse, plan=plan)
+        hopper.extend(*tensors, out=out, lse=lse, scale=call.scale, plan=plan, kept=call.kept)
     except Exception as error:
         if backend == "gluon":
             raise

@@ -15,7 +15,6 @@ only, so a captured CUDA graph stays right when lengths change.
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import warnings
@@ -25,16 +24,18 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from kvarena.kernels._direct import Descriptors
 from kvarena.kernels._launch import (
     LOG2E,
+    Launch,
     Remembered,
     call_key,
     ceil_div,
     is_power_of_two,
     next_power_of_two,
     num_sms,
+    table_key,
 )
-from kvarena.kernels._launch import launch as launch_once
 from kvarena.kernels.page_table import PageTable
 from torch import Tensor
 
@@ -62,9 +63,9 @@ def _plan_kernel(
     rows_ptr,
     seq_ptr,
     tiles_ptr,
-    state_ptr,
     batch,
     num_tokens,
+    state_at,
     GROUP_TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     TT: tl.constexpr,
@@ -88,6 +89,7 @@ def _plan_kernel(
     ends = tl.cumsum(tiles, 0)
     pairs = (tl.cumsum(tl.where(m_b, size, 0), 0) - size) * HEADS  # tokens of K in all pairs before this sequence's
     if (tl.program_id(0) == 0) & (head == 0):
+        state_ptr = tiles_ptr + state_at
         tl.store(state_ptr, tl.sum(tiles, 0) * HEADS)
         tl.store(state_ptr + 1, 0)
         tl.store(state_ptr + 2, 0)
@@ -125,16 +127,24 @@ def _plan_kernel(
 class ExtendPlan:
     """Work list of one step, for every layer of one model; not for two streams at once (they would share a counter).
 
-    tiles            int32 [most tiles, 8]: first query token, tokens, position, seq_len, table row, KV head
-    state            int32 [4]: tiles in the list, next tile, CTAs done
+    buffer           int32 [most tiles + 1, 8]: the tiles, and behind them the state
     tokens_per_tile  128 / (HQ / HKV)
     num_kv_heads     HKV
     """
 
-    tiles: Tensor
-    state: Tensor
+    buffer: Tensor
     tokens_per_tile: int
     num_kv_heads: int
+
+    @property
+    def tiles(self) -> Tensor:
+        """int32 [most tiles, 8]: first query token, tokens, position, seq_len, table row, KV head."""
+        return self.buffer[:-1]
+
+    @property
+    def state(self) -> Tensor:
+        """int32 [8]: tiles in the list, next tile, CTAs done; the rest is not used."""
+        return self.buffer[-1]
 
 
 def plan_extend(
@@ -145,11 +155,23 @@ def plan_extend(
     query_start_loc  int32 [B + 1]
     Cost: one kernel, 3 to 10 us for up to 2,000 tiles; O(tiles x B) work.
     """
+    key = (call_key(query_start_loc), table_key(table), num_tokens, num_heads, num_kv_heads)
+    call = _plans.get(key)
+    if call is None:
+        call = _plans[key] = _prepare_plan(table.seq_lens.shape[0], num_tokens, num_heads, num_kv_heads)
+    rows, tokens_per_tile, fill = call
+    buffer = torch.empty((rows, RECORD), dtype=torch.int32, device=query_start_loc.device)
+    fill((query_start_loc, table.rows, table.seq_lens, buffer))
+    return ExtendPlan(buffer, tokens_per_tile, num_kv_heads)
+
+
+_plans = Remembered()
+
+
+def _prepare_plan(batch: int, num_tokens: int, num_heads: int, num_kv_heads: int) -> tuple[int, int, Launch]:
+    """(rows of the buffer, tokens a tile, launch) of plans of one shape."""
     tokens_per_tile = TILE_ROWS // (num_heads // num_kv_heads)
-    batch = table.seq_lens.shape[0]
     most = num_tokens // tokens_per_tile + batch + 1
-    tiles = torch.empty((most * num_kv_heads, RECORD), dtype=torch.int32, device=query_start_loc.device)
-    state = torch.empty(4, dtype=torch.int32, device=query_start_loc.device)
     padded = next_power_of_two(batch + 1)
     block = max(1, min(64, 8192 // padded))
     constants = {
@@ -161,10 +183,10 @@ def plan_extend(
         "RECORD": RECORD,
         "num_warps": 4,
     }
-    args = (query_start_loc, table.rows, table.seq_lens, tiles, state, batch, num_tokens)
-    grid, key = (ceil_div(most, block), num_kv_heads, 1), (num_tokens, num_heads, num_kv_heads, call_key(*args[:3]))
-    launch_once(_plan_kernel, grid, args, constants, key)
-    return ExtendPlan(tiles, state, tokens_per_tile, num_kv_heads)
+    rows = ceil_div(most * num_kv_heads, 2) * 2  # so that the state's place is a multiple of 16, whatever the batch
+    numbers = (batch, num_tokens, rows * RECORD)
+    grid = (ceil_div(most, block), num_kv_heads, 1)
+    return rows + 1, tokens_per_tile, Launch(_plan_kernel, grid, numbers, constants)
 
 
 def load_module() -> Any:
@@ -278,44 +300,41 @@ def extend_options(page_size: int) -> dict[str, Any]:
     return {"IS_GATHER": False, "ORDER": order, "PRODUCER_WARPS": 1, "CONSUMER_REGS": 240, "PRODUCER_REGS": 24}
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What calls of one shape share: descriptors without their tensors, grid, numbers, compile-time arguments."""
-
-    q_desc: Any
-    k_desc: Any  # None where rows are gathered
-    v_desc: Any
-    grid: tuple[int, int, int]
-    numbers: tuple[float, ...]
-    constants: dict[str, Any]
-
-
-_calls = Remembered()
-
-
 def _prepare(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, table: PageTable, plan: ExtendPlan, options: dict[str, Any]
-) -> _Call:
+    tensors: tuple[Tensor, Tensor, Tensor, PageTable],
+    num_tiles: int,
+    scale: float,
+    with_lse: bool,
+    options: dict[str, Any],
+) -> Launch:
+    """The launch of calls of one shape, with plans of `num_tiles` tiles; tensors as in `extend`."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    gl = load_module().gl
+    q, key_cache, value_cache, table = tensors
+    module = load_module()
+    gl = module.gl
     page_size, num_kv_heads = key_cache.shape[1:3]
     group = q.shape[1] // num_kv_heads
     chosen = {**extend_options(page_size), **options}
     q_box = [TILE_ROWS // 2 // group, group, HEAD_DIM]
-    q_layout = gl.NVMMASharedLayout(128, 16, rank=3)
-    descriptors = [TensorDescriptor(q, list(q.shape), list(q.stride()), q_box, q_layout), None, None]
+    described = [(list(q.shape), list(q.stride()), q_box)]
     steps: list[int] = []
-    for i, cache in enumerate(() if chosen["IS_GATHER"] else (key_cache, value_cache)):
+    for cache in () if chosen["IS_GATHER"] else (key_cache, value_cache):
         view = box_view(cache)
         if view is None:
             raise ValueError(f"cache: expected pages of whole rows, found strides {cache.stride()}")
-        box = [min(page_size, 128), HEAD_DIM]
-        descriptors[i + 1] = TensorDescriptor(cache, view[0], view[1], box, gl.NVMMASharedLayout(128, 16, rank=2))
+        described.append((view[0], view[1], [min(page_size, 128), HEAD_DIM]))
         steps += view[2:]
-    for descriptor in descriptors:
-        if descriptor is not None:
-            descriptor.base = None  # the cache of calls must not keep tensors alive
+    descriptors: Descriptors = {
+        i: functools.partial(
+            TensorDescriptor,
+            shape=shape,
+            strides=strides,
+            block_shape=block,
+            layout=gl.NVMMASharedLayout(128, 16, rank=len(block)),
+        )
+        for i, (shape, strides, block) in enumerate(described)
+    }
     constants = {
         "GROUP": group,
         "HEADS": q.shape[1],
@@ -324,27 +343,13 @@ def _prepare(
         "K_STRIDES": key_cache.stride()[:3],
         "V_STRIDES": value_cache.stride()[:3],
         "BOX": min(page_size, 128),
+        "LSE": with_lse,
         **chosen,
         "num_warps": 4,
     }
-    numbers = (table.entries.stride(0), *(steps or (0, 0, 0, 0)))
-    return _Call(
-        descriptors[0],
-        descriptors[1],
-        descriptors[2],
-        (min(num_sms(q.device), plan.tiles.shape[0]), 1, 1),
-        numbers,
-        constants,
-    )
-
-
-def _on(descriptor: Any, tensor: Tensor) -> Any:
-    """The descriptor over this tensor."""
-    if descriptor is None:
-        return None
-    descriptor = copy.copy(descriptor)
-    descriptor.base = tensor
-    return descriptor
+    numbers = (num_tiles * RECORD, scale * LOG2E, table.entries.stride(0), *(steps or (0, 0, 0, 0)))
+    grid = (min(num_sms(q.device), num_tiles), 1, 1)
+    return Launch(module.extend_kernel, grid, numbers, constants, descriptors)
 
 
 def launch(
@@ -356,22 +361,21 @@ def launch(
     scale: float,
     out: Tensor,
     lse: Tensor | None,
+    kept: dict[object, Any],
     **options: Any,
 ) -> None:
-    """Run the kernel on checked tensors; `out` [T, HQ, 128] and `lse` [T, HQ] contiguous. `options` for experiments."""
-    key = (
-        call_key(q, key_cache, value_cache, table.entries, plan.tiles, out, lse),
-        (table.tokens_per_entry, *options.items()),
-    )
-    call = _calls.get(key)
+    """Run the kernel on checked tensors; `out` [T, HQ, 128] and `lse` [T, HQ] contiguous. `options` for experiments.
+
+    kept  what is remembered between calls of one shape, one dict a shape (`call_key` of the tensors, scale, options)
+    """
+    num_tiles = plan.buffer.shape[0] - 1
+    call = kept.get(num_tiles)
     if call is None:
-        call = _calls[key] = _prepare(q, key_cache, value_cache, table, plan, options)
-    boxes = call.k_desc is not None
-    descriptors = (_on(call.q_desc, q), _on(call.k_desc, key_cache), _on(call.v_desc, value_cache))
-    pointers = (None, None) if boxes else (key_cache, value_cache)
-    args = (*descriptors, *pointers, out, lse, table.entries, plan.tiles, plan.state, scale * LOG2E, *call.numbers)
-    constants = {**call.constants, "LSE": lse is not None}
-    launch_once(load_module().extend_kernel, call.grid, args, constants, key)
+        tensors = (q, key_cache, value_cache, table)
+        call = kept[num_tiles] = _prepare(tensors, num_tiles, scale, lse is not None, options)
+    boxed = 1 in call.descriptors
+    caches = (key_cache, value_cache, None, None) if boxed else (None, None, key_cache, value_cache)
+    call((q, *caches, out, lse, table.entries, plan.buffer))
 
 
 def extend(
@@ -385,11 +389,12 @@ def extend(
     lse: Tensor | None,
     scale: float | None = None,
     plan: ExtendPlan | None = None,
-    **arguments: Any,
+    kept: dict[object, Any],
 ) -> None:
     """paged_extend for arguments that `available` accepts; writes `out` [T, HQ, 128] and `lse` [T, HQ].
 
     plan  from `plan_extend` for these lengths; made here when left out (one more launch)
+    kept  see `launch`
     """
     num_heads, num_kv_heads = q.shape[1], key_cache.shape[2]
     if plan is None:
@@ -398,6 +403,6 @@ def extend(
         raise ValueError(f"plan: expected one for {num_heads} query and {num_kv_heads} KV heads, found {plan}")
     target = out if out.is_contiguous() else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     scale = HEAD_DIM**-0.5 if scale is None else scale
-    launch(q, key_cache, value_cache, table, plan, scale, target, lse)
+    launch(q, key_cache, value_cache, table, plan, scale, target, lse, kept)
     if target is not out:
         out.copy_(target)

@@ -12,6 +12,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 from kvarena.kernels import extend_gluon
+from kvarena.kernels._launch import Remembered
 from kvarena.kernels.extend_gluon import HEAD_DIM, L2_GROUP_BYTES, plan_extend
 from kvarena.kernels.page_table import PageTable
 from support.attention import DEVICE
@@ -58,16 +59,22 @@ def test_plan_lists_every_tile_once_in_order(name: str, num_heads: int, num_kv_h
     assert plan.tiles[: len(wanted), :6].tolist() == wanted
 
 
-def test_equal_launch_keys_mean_equal_compile_time_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[object, dict[str, object]] = {}
+def test_plans_of_other_head_counts_are_other_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[int, int]] = []
 
-    def record(kernel: object, grid: object, args: object, constants: dict[str, object], key: object) -> None:
-        assert seen.setdefault(key, constants) == constants
+    class Recorded:
+        def __init__(self, kernel: object, grid: object, numbers: object, constants: dict[str, int]) -> None:
+            self.made = (constants["HEADS"], constants["TT"])
 
-    monkeypatch.setattr(extend_gluon, "launch_once", record)
+        def __call__(self, tensors: object) -> None:
+            launched.append(self.made)
+
+    monkeypatch.setattr(extend_gluon, "Launch", Recorded)
+    monkeypatch.setattr(extend_gluon, "_plans", Remembered())
     lens = torch.tensor([64, 64], dtype=torch.int32)
     table = PageTable(torch.zeros(2, 4, dtype=torch.int32), torch.arange(2, dtype=torch.int32), lens, 16)
     starts = torch.tensor([0, 64, 128], dtype=torch.int32)
-    for num_heads, num_kv_heads in ((32, 8), (32, 32), (32, 4), (8, 8), (64, 8)):
+    shapes = ((32, 8), (32, 32), (32, 4), (8, 8), (64, 8))
+    for num_heads, num_kv_heads in (*shapes, *shapes):
         plan_extend(table, starts, 128, num_heads, num_kv_heads)
-    assert len(seen) == 5
+    assert launched == [(kv, 128 * kv // q) for q, kv in (*shapes, *shapes)]

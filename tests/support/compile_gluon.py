@@ -51,7 +51,7 @@ def main() -> None:
         q, starts = torch.zeros((64, heads, 128), dtype=dtype), torch.zeros(5, dtype=torch.int32)
         lse = torch.zeros((64, heads)) if with_lse else None
         plan = extend_gluon.plan_extend(table, starts, 64, heads, kv_heads)
-        extend_gluon.launch(q, pool.key(0), pool.value(0), table, plan, 0.1, torch.zeros_like(q), lse)
+        extend_gluon.launch(q, pool.key(0), pool.value(0), table, plan, 0.1, torch.zeros_like(q), lse, {})
         for kernel, metadata, cubin in compiled:
             line = {"variant": f"S{page}-E{entry}-{layout}-H{heads}-{kv_heads}", "kernel": kernel}
             print(json.dumps({**line, "page": page, "shared_bytes": metadata["shared"], **instructions(cubin)}))
