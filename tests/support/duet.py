@@ -6,7 +6,6 @@ can of its numbers (modulo what is live) and does nothing where there is nothing
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +39,7 @@ class Difference(AssertionError):
 
 
 def same(what: str, ours: Any, model: Any) -> None:
-    if isinstance(ours, array | tuple | list) and isinstance(model, list):
+    if ours is not None and isinstance(model, list):
         ours = list(ours)
     if ours != model:
         raise Difference(f"{what}: the allocator has {ours}, the model {model}")
@@ -171,6 +170,8 @@ class Duet:
             same(f"pages of {name}", answer.page_ids, right["taken"])
             for what in ("evicted", "freed", "duplicates"):
                 same(f"{what} for {name}", getattr(answer, what), right[what])
+            if "moves" in right:
+                same(f"moves for {name}", [(move.src, move.dst) for move in answer.moves], right["moves"])
             self.pairs[name].pinned, self.pairs[name].pending = False, n
         return True
 
@@ -251,13 +252,12 @@ class Duet:
         released = self.ours.release([pair.seq for pair in leaving], reason)
         for pair in leaving:
             del self.pairs[pair.facts.name]
-        names = [pair.facts.name for pair in leaving]
-        if self.design.kind == "token":
-            expected = self.model.release(names, reason is Release.FINISH)
-        else:
-            expected = self.model.release(names, reason is Release.ABORT)
+        expected = self._model_release([pair.facts.name for pair in leaving], reason)
         for what, right in expected.items():
             same(f"{what} by the release", getattr(released, what), right)
+
+    def _model_release(self, names: list[str], reason: Release) -> dict[str, list[int]]:
+        return self.model.release(names, reason is (Release.FINISH if self.design.kind == "token" else Release.ABORT))
 
     def evict(self, tokens: int) -> None:
         same("evicted on demand", self.ours.evict(tokens), self.model.evict(tokens))
@@ -298,7 +298,7 @@ class Duet:
         same("moves out", [(move.src, move.dst) for move in moved.moves], expected[0])
         same("dropped", moved.dropped, expected[1])
         name = pair.facts.name
-        self.model.release([name], False)
+        self._model_release([name], Release.PREEMPT)
         del self.pairs[name]
         self.away.append(pair)
 
@@ -346,17 +346,24 @@ class Duet:
         for name, right in counts.items():
             same(name, getattr(capacity, name), right)
         same("room", list(self.ours.room()), [counts["free"], counts["evictable"]])
+        self._same_order()
+        for pair in self.pairs.values():
+            self._verify_pair(pair)
+
+    def _same_order(self) -> None:
         if self.design.kind == "block":
             same("queue", list(self.ours._store.queue()), self.model.queue)
         else:
             same("free pages", list(self.ours._free), self.model.free + self.model.waiting)
-        for pair in self.pairs.values():
-            self._verify_pair(pair)
 
     def _verify_pair(self, pair: Pair) -> None:
         name = pair.facts.name
         same(f"computed of {name}", pair.seq.num_computed_tokens, pair.facts.computed)
         same(f"prefill of {name}", pair.seq.num_prefill_tokens, pair.facts.prefill)
+        self._same_row(pair)
+
+    def _same_row(self, pair: Pair) -> None:
+        name = pair.facts.name
         if self.design.kind == "token":
             same(f"row of {name}", self.ours.page_ids(pair.seq), self.model.holds[name].row)
             same(f"index of {name}", self.ours.row_index(pair.seq), self.model.holds[name].index)

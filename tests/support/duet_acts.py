@@ -9,6 +9,7 @@ from typing import Any
 from kvarena.allocators.config import Design, design
 from kvarena.allocators.interface import Release
 from support.duet import Duet
+from support.plain_duet import PlainDuet
 from support.slow_facts import SlowGate
 
 ORDERS = ("lru", "lfu", "fifo", "filo", "mru", "priority", "slru")
@@ -37,6 +38,20 @@ def random_design(rng: random.Random, kind: str) -> Design:
     plain = "sliding_window" not in fields and fields["hash_fn"] == "xxh3_64"
     fields["form"] = rng.choice(["auto", "hashed", "runs"] if plain else ["auto", "hashed"])
     return design(fields)
+
+
+def random_duet(rng: random.Random, kind: str) -> Duet:
+    """A small pool, a host tier and few rows, all drawn, under a drawn design."""
+    sizes = (rng.choice([rng.randint(1, 8), rng.randint(4, 16)]), rng.randint(0, 6), rng.randint(1, 6))
+    if kind in ("token", "block"):
+        return Duet(random_design(rng, kind), *sizes)
+    fields: dict[str, Any] = {"kind": kind, "page_size": rng.choice([1, 1, 2, 3, 4])}
+    if kind == "contiguous":
+        fields |= {"sizing": rng.choice(["max", "pow2", "declared", "oracle"])}
+        fields |= {"placement": rng.choice(["first_fit", "buddy"]), "max_model_len": rng.randint(8, 40)}
+        if fields["sizing"] != "max" and rng.random() < 0.5:
+            del fields["max_model_len"]
+    return PlainDuet(design(fields), 2 * sizes[0], *sizes[1:])
 
 
 def random_gate(rng: random.Random) -> SlowGate:

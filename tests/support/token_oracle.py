@@ -188,8 +188,8 @@ class TokenOracle:
                 node.children.append(child)
                 child.hits += len(key) > inserted
                 break
-            child.time = self._now()
             node = child if common == len(child.key) else self._split(child, common)
+            node.time = self._now()
             node.priority = max(node.priority, priority)
             duplicate = row[max(at, above) : at + common]
             if duplicate:

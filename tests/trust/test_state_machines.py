@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 from kvarena.allocators.config import Design, design
 from kvarena.allocators.interface import Release
 from support.duet import Difference, Duet
-from support.duet_acts import ORDERS, RandomActs, random_design
+from support.duet_acts import ORDERS, RandomActs, random_duet
 from support.slow_facts import SlowGate
 
 CI = settings(
@@ -174,11 +174,11 @@ def test_any_order_of_verbs_decides_as_the_slow_model(machine):
 # Draws of `random` reach deeper than Hypothesis does in the time: thousands of acts in tight pools.
 
 
-@pytest.mark.parametrize("kind", ["token", "block"])
+@pytest.mark.parametrize("kind", ["token", "block", "contiguous", "exact"])
 @pytest.mark.parametrize("seed", range(24))
 def test_random_verbs_in_tight_pools_decide_as_the_slow_model(kind, seed):
     rng = random.Random(seed)
-    duet = Duet(random_design(rng, kind), rng.randint(1, 16), rng.randint(0, 6), rng.randint(1, 6))
+    duet = random_duet(rng, kind)
     acts = RandomActs(duet, rng)
     for _ in range(150):
         acts.step()
@@ -199,16 +199,17 @@ def test_the_random_verbs_reach_what_they_are_meant_to_reach(kind, monkeypatch):
         plain(what, ours, model)
 
     monkeypatch.setattr(module, "same", noting)
-    for seed in range(60):
+    for seed in range(100):
         rng = random.Random(1000 + seed)
-        duet = Duet(random_design(rng, kind), rng.randint(2, 9), 3, rng.choice([2, 6]))
+        duet = random_duet(rng, kind)
         acts = RandomActs(duet, rng)
-        for _ in range(80):
+        for _ in range(120):
             acts.step()
     both = ["pin", "refused", "evicted", "fork refused", "copies of the fork", "swap out refused", "moves in"]
     both += ["evicted on demand", "batch refused", "pages of the batch", "cached by the release", "dropped", "reset"]
-    both += ["freed by the release", "swap in refused", "evicted by the fork"]
-    both += ["freed by the commit"] if kind == "token" else ["duplicates", "copies", "evicted by the release"]
+    both += ["freed by the release", "swap in refused"]
+    own = ["duplicates", "copies", "evicted by the release", "evicted by the fork"]
+    both += ["freed by the commit"] if kind == "token" else own
     for what in both:
         assert min(seen[f"{what}: something"], seen[f"{what}: nothing"]) > 0, (what, seen)
     assert seen["moves out: something"]
