@@ -82,45 +82,69 @@ def prefill(owner: KVAllocator, seq: Sequence) -> None:
 # --- both designs ---
 
 
-def decode_step(spec: dict[str, Any]) -> Timed:
-    """A slot for one more token of each of 256 sequences, in one call; lengths differ, so pages fill by turns."""
+def decode_step(spec: dict[str, Any], *, commit: bool = False) -> Timed:
+    """A slot for one more token of each of 256 sequences, in one call; lengths differ, so pages fill by turns.
+
+    With `commit` the call that raises their lengths is timed too; the real packages have no such call.
+    """
     owner = allocator(spec)
     seqs = [Sequence(f"r{number}", [number] * (100 + number)) for number in range(DECODES)]
     for seq in seqs:
         prefill(owner, seq)
     batch = owner.decode_batch(seqs)
     batch.reserve()
+    if not commit:
+        return Timed(lambda: (batch.commit(), _append(seqs)), lambda _: batch.reserve())
 
-    def before() -> None:
+    def work(_: None) -> None:
         batch.commit()
-        for seq in seqs:
-            seq.append(7)
+        batch.reserve()
 
-    return Timed(before, lambda _: batch.reserve())
+    return Timed(lambda: _append(seqs), work)
 
 
-def lookup(spec: dict[str, Any], length: int) -> Timed:
-    """Match a cached prompt, keys and all, as a queue that sorts by hits does."""
+def _append(seqs: list[Sequence]) -> None:
+    for seq in seqs:
+        seq.append(7)
+
+
+def lookup(spec: dict[str, Any], length: int, *, keys_known: bool) -> Timed:
+    """Match a cached prompt, as a queue that sorts by hits does.
+
+    Keys known: the sequence was looked up before, as the real package keeps the hashes of a request; else a new
+    sequence is looked up each time, which the hashed form has to hash first.
+    """
     owner = allocator(spec)
     seq = prompts(length)()
     prefill(owner, seq)
     owner.release([seq], Release.FINISH)
     numbers = itertools.count()
-    # A new sequence each time: keys that one remembers must not make its next look-up cheaper.
-    return Timed(lambda: Sequence(f"q{next(numbers)}", seq.token_ids), owner.match)
+
+    def before() -> Sequence:
+        again = Sequence(f"q{next(numbers)}", seq.token_ids)
+        if keys_known:
+            owner.match(again)
+        return again
+
+    return Timed(before, owner.match)
 
 
-def release_pages(spec: dict[str, Any], num_pages: int) -> Timed:
-    """Release a request of that many full pages; they stay cached."""
+def release_pages(spec: dict[str, Any], num_pages: int, times: int = 32) -> Timed:
+    """Release a request of that many full pages, one after the other; they stay cached."""
     owner = allocator(spec)
     fresh = prompts(num_pages * spec["page_size"])
 
-    def before() -> list[Sequence]:
-        seq = fresh()
-        prefill(owner, seq)
-        return [seq]
+    def before() -> list[list[Sequence]]:
+        live = [[fresh()] for _ in range(times)]
+        for (seq,) in live:
+            prefill(owner, seq)
+        return live
 
-    return Timed(before, lambda seqs: owner.release(seqs, Release.FINISH))
+    def work(live: list[list[Sequence]]) -> None:
+        for seqs in live:
+            owner.release(seqs, Release.FINISH)
+
+    return Timed(before, work, times)
 
 
 def admit(spec: dict[str, Any], length: int) -> Timed:
@@ -271,8 +295,8 @@ def token_ops() -> list[Op]:
     for size in (1, 16):
         spec = {"kind": "token", "page_size": size}
 
-        def add(name: str, make: Callable[..., Timed], *arguments: Any, size: int = size) -> None:
-            ops.append(Op(name, "token", size, lambda: make(*arguments)))
+        def add(name: str, make: Callable[..., Timed], *arguments: Any, size: int = size, **more: Any) -> None:
+            ops.append(Op(name, "token", size, lambda: make(*arguments, **more)))
 
         add("take 1 page", take_one, spec)
         add("match 4,096 over 32 nodes", path_match, size, 4096, 32)
@@ -281,6 +305,7 @@ def token_ops() -> list[Op]:
         add("admit 4,096 uncached tokens", admit, spec, 4096)
         add("finish 4,096 + 256 tokens", finish, spec, 4096, 256)
         add("decode step of 256", decode_step, spec)
+        add("decode step of 256, commit too", decode_step, spec, commit=True)
         add("evict 4,096 tokens of 1,000 leaves", tree_evict, size, 1000, 4096)
         add("evict 4,096 tokens of 20,000 leaves", tree_evict, size, 20_000, 4096)
         add("evict one leaf of 20,000", tree_evict, size, 20_000, 1)
@@ -293,12 +318,15 @@ def block_ops() -> list[Op]:
     for form in ("hashed", "runs"):
         spec = {"kind": "block", "page_size": 16, "form": form}
 
-        def add(name: str, make: Callable[..., Timed], *arguments: Any, form: str = form) -> None:
-            ops.append(Op(name, f"block {form}", 16, lambda: make(*arguments)))
+        def add(name: str, make: Callable[..., Timed], *arguments: Any, form: str = form, **more: Any) -> None:
+            ops.append(Op(name, f"block {form}", 16, lambda: make(*arguments, **more)))
 
-        add("look up 4,096 cached tokens", lookup, spec, 4096)
-        add("look up 32,768 cached tokens", lookup, spec, 32_768)
+        for length in (4096, 32_768):
+            add(f"look up {length:,} cached tokens", lookup, spec, length, keys_known=True)
+            if form == "hashed":
+                add(f"hash and look up {length:,} cached tokens", lookup, spec, length, keys_known=False)
         add("admit 100 new pages", admit, spec, 1600)
         add("free a request of 100 pages", release_pages, spec, 100)
         add("decode step of 256", decode_step, spec)
+        add("decode step of 256, commit too", decode_step, spec, commit=True)
     return ops

@@ -202,11 +202,13 @@ def latency_rows(load: list[Prompt]) -> Iterator[Row]:
 
 
 def growth_rows(effort: Effort) -> Iterator[Row]:
-    """The same operation in ever larger pools and trees."""
-    for name, design, page_size, size, timed in studies.growth(effort.largest):
-        timed.sample()
-        values = [timed.sample() for _ in range(effort.samples)]
-        yield row("growth", name, design, page_size, "us", values) | {"size": size}
+    """The same operation in ever larger pools and trees; sizes take turns, so that a slow moment hits all of them."""
+    for name, design, page_size, by_size in studies.growth(effort.largest):
+        for timed in by_size.values():
+            timed.sample()
+        turns = [[timed.sample() for timed in by_size.values()] for _ in range(effort.samples)]
+        for size, values in zip(by_size, zip(*turns, strict=True), strict=True):
+            yield row("growth", name, design, page_size, "us", list(values)) | {"size": size}
 
 
 def memory_rows(effort: Effort) -> Iterator[Row]:
