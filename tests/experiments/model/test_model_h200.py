@@ -1,16 +1,37 @@
-"""The benchmark of a decode step: what it gates on is right, and can fail, on a CPU without graphs."""
+"""The benchmark of the 8B shape on a CPU: what it gates on is right and can fail, and every part runs and is kept."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="models need torch")
 pytest.importorskip("transformers", reason="models come from transformers: pip install 'kvarena[model]'")
 
-from kvarena.experiments.bench import model_h200  # noqa: E402
-from kvarena.experiments.bench.model_h200 import Decoder, gate  # noqa: E402
+from kvarena.experiments.bench import model_capacity, model_h200, model_match, model_steps  # noqa: E402
+from kvarena.experiments.bench.model_decode import Decoder, gate  # noqa: E402
+from kvarena.experiments.capacity_loads import make_load  # noqa: E402
+from kvarena.experiments.capacity_sizing import Card, Server  # noqa: E402
+from kvarena.experiments.engine.paged_memory import KVShape  # noqa: E402
 from kvarena.experiments.model.loading import random_model  # noqa: E402
+from kvarena.experiments.models import ModelShape  # noqa: E402
 from support.threads import one_thread  # noqa: E402
+
+SETUP = model_steps.Setup(
+    shape=KVShape(1, 1, 16), num_heads=2, device="cpu", backend="torch", dtype=torch.float32, max_steps=60
+)
+PLACE = model_capacity.Place(
+    Card("CPU", 4 * 2**20, 2**18, 2**16),
+    Server(16, 4400, 2048, 512, 8),
+    ModelShape(num_layers=2, num_kv_heads=1, head_dim=16, dtype="float32"),
+    1,
+    "cpu",
+    "torch",
+    torch.float32,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -19,22 +40,22 @@ def _threads():
         yield
 
 
-def test_all_designs_sample_the_same_tokens() -> None:
-    sampled = gate(random_model("llama"), context=21, backend="torch")
-    assert len(sampled) == 3
-    tokens = sampled["block, 16"]
-    assert len(tokens) == 4 * 8
-    assert len({tuple(tokens[8 * i : 8 * i + 8]) for i in range(4)}) == 4  # the requests differ
+def test_all_designs_compute_the_same() -> None:
+    errors = gate(random_model("llama"), context=21, backend="torch")
+    assert len(errors) == 3
+    assert max(errors.values()) < 1e-5
 
 
-def test_a_design_that_reads_wrong_pages_does_not_pass_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("design", ["token, 1", "token, 16"])
+def test_a_design_that_reads_wrong_pages_does_not_pass_the_gate(monkeypatch: pytest.MonkeyPatch, design: str) -> None:
     fill = Decoder._fill
 
     def shifted(self, seq, context, seed):
-        fill(self, seq, context, seed + (self.allocator.kind == "token"))
+        wrong = self.allocator.kind == "token" and self.allocator.page_size == int(design.split()[1]) and seed == 3
+        fill(self, seq, context, seed + wrong)  # one request of four
 
     monkeypatch.setattr(Decoder, "_fill", shifted)
-    with pytest.raises(ValueError, match="do not sample the same tokens"):
+    with pytest.raises(ValueError, match="do not compute the same"):
         gate(random_model("llama"), context=21, backend="torch")
 
 
@@ -47,9 +68,71 @@ def test_host_times_are_taken_each_step() -> None:
     decoder.allocator.check()
 
 
-def test_without_a_gpu_the_script_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("design", list(model_steps.ALLOCATORS))
+def test_a_row_a_step_says_what_was_computed(design: str) -> None:
+    load = model_steps.StepLoad("chat", {"num_sessions": 4, "sessions_per_s": 9.0}, 6, 4096)
+    rows = list(model_steps.step_rows("chat", load, design, SETUP))
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert sum(row["admitted"] for row in rows) >= 6
+    computed = sum(new for row in rows for _, new in row["extends"]) + sum(row["decodes"][0] for row in rows)
+    assert computed > 3000
+    for row in rows:
+        count, tokens, longest = row["decodes"]
+        assert count <= longest * bool(count)
+        assert longest <= tokens <= count * longest
+        assert row["kernels_us"] > 0
+        assert row["tables_us"] > 0
+
+
+@pytest.mark.parametrize("design", ["token, 16", "contiguous"])
+def test_what_is_measured_to_fit_is_what_the_closed_form_promises(design: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_capacity, "BEHIND_PEAK", 3)
+    row = model_capacity.measured("equal bytes", design, make_load("shared", 10), PLACE)
+    assert row["measured"] == row["promised"] > 1
+    assert row["refused"]["size"] == row["measured"] + 1
+    assert row["finite"]
+    assert row["full_steps"] > 0
+    assert row["pool_bytes"] == row["sizing"]["kv_bytes"] + row["sizing"]["padding_page_bytes"]
+
+
+def test_two_devices_that_differ_from_one_are_refused() -> None:
+    alone = {"outputs": {"a": [1, 2]}, "tables": [[0]], "preemptions": 0, "ties": []}
+    assert model_match.compare("block", [alone] * 3)["tokens"] == 2
+    for field, value in (("outputs", {"a": [1, 3]}), ("tables", [[1]])):
+        other = {**alone, field: value}
+        for logs in ([alone, other, other], [alone, alone, other]):
+            with pytest.raises(ValueError, match="two devices differ from one"):
+                model_match.compare("block", logs)
+    tied = {**alone, "outputs": {"a": [1, 3]}, "ties": [{"position": 1}]}
+    assert not model_match.compare("block", [alone, tied, tied])["outputs_equal"]
+    with pytest.raises(ValueError, match="two devices differ from one"):  # the ranks must agree whatever is tied
+        model_match.compare("block", [alone, tied, alone])
+
+
+def test_parts_are_kept_and_joined(tmp_path: Path) -> None:
+    arguments = ["--device", "cpu", "--out", str(tmp_path)]
+    model_h200.main([*arguments, "--parts", "decode", "--batches", "2", "--context", "8", "--steps", "2"])
+    rows = [_capacity_row("chat", design) for design in model_capacity.DESIGNS]
+    for shard in (1, 0):
+        part: dict[str, Any] = {"card": {}, "rows": rows[shard::2]}
+        (tmp_path / f"capacity{shard}.json").write_text(json.dumps(part))
+    model_h200.main([*arguments, "--merge"])
+    found = json.loads((tmp_path / "model.json").read_text())["parts"]
+    assert found["capacity"]["rows"] == rows
+    assert [cell["design"] for cell in found["decode"]["cells"]] == ["block, 16", "token, 1", "token, 16"]
+    assert all(cell["tokens_per_s"] > 0 for cell in found["decode"]["cells"])
+
+
+def _capacity_row(load: str, design: str) -> dict[str, Any]:
+    return {"panel": "equal bytes", "load": load, "design": design, "measured": 3}
+
+
+def test_bad_arguments_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--shard: expected I below N"):
+        model_h200.parse(["--device", "cpu", "--shard", "2", "2"])
+    with pytest.raises(ValueError, match=r"expected decode\.json"):
+        model_h200.main(["--merge", "--out", str(tmp_path)])
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    monkeypatch.setattr("sys.argv", ["model_h200"])
     with pytest.raises(ValueError, match="needs a CUDA device"):
-        model_h200.main()
+        model_h200.main([])
