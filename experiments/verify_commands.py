@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+ABSENT = 3  # exit code: the real package is not there, nothing was compared
+
 verify_app = typer.Typer(
     name="verify",
     help="Compare decisions with the real packages, and results with their rows.",
@@ -17,6 +19,39 @@ verify_app = typer.Typer(
 @verify_app.callback()
 def main() -> None:
     """Compare decisions with the real packages, and results with their rows."""
+
+
+@verify_app.command(epilog="Example: kvarena verify upstream vllm --path wheels/vllm-0.32.0 --ops 100000")
+def upstream(
+    package: Annotated[str, typer.Argument(help="Whose decisions: vllm or sglang.")],
+    ops: Annotated[int, typer.Option(help="Random operations in all, shared by the settings.", min=1)] = 20_000,
+    seed: Annotated[int, typer.Option(help="Of the first operations.", min=0)] = 0,
+    path: Annotated[
+        Path | None,
+        typer.Option(help="Folder of an unpacked wheel; else KVARENA_PEERS (folders of them), else what is installed."),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Settings whose name contains this; all when left out.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the outcomes: a .json file.")] = None,
+) -> None:
+    """Drive the real allocator and ours with the same random operations and compare every decision.
+
+    Exit code 0: they agree. 1: they differ, and the first difference of each setting is printed. 3: the package is not
+    there, and nothing was compared.
+    """
+    from kvarena.experiments.upstream import report
+
+    if out is not None and out.suffix != ".json":
+        raise ValueError(f"--out: expected a .json file, found {out}")
+    found = report.compare_all(package, path, ops=ops, seed=seed, only=only or [])
+    if isinstance(found, str):
+        print(f"skipped: {found}")
+        raise typer.Exit(ABSENT)
+    if out is not None:
+        report.write(found, out)
+    if found["differences"]:
+        raise typer.Exit(1)
 
 
 @verify_app.command("result", epilog="Example: kvarena verify result out/chat out/sweep")
