@@ -1,0 +1,77 @@
+"""`kvarena claims`: published numbers, tested."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kvarena.experiments.claims import Finding
+
+EXAMPLES = """Examples:\n
+kvarena claims --list\n
+kvarena claims shared_prompt_201_pages\n
+kvarena claims --out out/claims"""
+
+
+def add_claims_command(app: typer.Typer) -> None:
+    """Mount the command of this module."""
+    app.command(epilog=EXAMPLES)(claims)
+
+
+def claims(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[CLAIM...]", help="Ids; default: all.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for claims.json and claims.md.")] = None,
+    saved: Annotated[Path | None, typer.Option(help="Show findings of an earlier --out; nothing is run.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="List ids and claims; nothing is run.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
+) -> None:
+    """Test published and folklore numbers: reproduced, refuted, depends on what, or not tested and why."""
+    from kvarena.experiments.claims import load_claims, load_findings, save_findings, test_claim
+
+    chosen = load_claims(names or None)
+    if listed:
+        for claim in chosen:
+            print(f"{claim.id:32} {claim.claim}")
+        return
+    if saved is not None:
+        wanted = {claim.id for claim in chosen}
+        _print([finding for finding in load_findings(saved) if finding.claim.id in wanted], len(chosen) == 1)
+        return
+    found = []
+    for number, claim in enumerate(chosen, 1):
+        if not quiet:
+            print(f"claim {number} of {len(chosen)}: {claim.id}", file=sys.stderr, flush=True)
+        found.append(test_claim(claim))
+        if out is not None:  # after each: what is found stays when the next is interrupted
+            save_findings(found, out)
+    _print(found, len(found) == 1)
+
+
+def _print(found: list[Finding], whole: bool) -> None:
+    from kvarena.experiments.claims import claimed, predicted, shown
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    console = Console(width=None if console.is_terminal else 140)
+    table = Table()
+    for head in ("claim", "verdict", "when", "claimed", "measured", "predicted"):
+        table.add_column(head)
+    for finding in found:
+        first = (finding.claim.claim if whole else finding.claim.id, finding.verdict)
+        if not finding.values:
+            table.add_row(*map(Text, (*first, finding.reason, "", "", "")))
+        for place, e in enumerate(finding.claim.expect if finding.values else ()):
+            cells = (e.when, claimed(e), shown(finding.values[e.measure], e.unit), predicted(finding, e))
+            table.add_row(*map(Text, (*(first if place == 0 else ("", "")), *cells)))
+        table.add_section()
+    console.print(table)
+    if whole and found[0].claim.note:
+        console.print(Text(found[0].claim.note))
+    counts = {v: sum(f.verdict == v for f in found) for v in ("reproduced", "refuted", "depends", "not tested")}
+    console.print(Text(", ".join(f"{count} {verdict}" for verdict, count in counts.items())))

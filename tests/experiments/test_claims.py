@@ -1,0 +1,168 @@
+"""Claims: verdicts follow from ranges, files are checked, findings stay tied to the file that was tested."""
+
+import json
+
+import pytest
+from kvarena.experiments import claims
+from kvarena.experiments.claims import Claim, Expectation, Finding, NotHereError, allocation, recorded
+from typer.testing import CliRunner
+
+FILE = b"""
+claim = "x"
+source = "s"
+known = "seen"
+experiment = "shared_prompt"
+[options]
+requests = 4
+system = 20
+question = 10
+[[expect]]
+measure = "saved_16"
+when = "w"
+unit = "share"
+claimed = [0.0, 1.0]
+predicted = [0.0, 0.1]
+"""
+
+
+def finding(*held: bool | None, value: float = 1.0) -> Finding:
+    """One measure a flag: inside the claimed range, outside it, or (None) without one."""
+    rows = [
+        Expectation(
+            measure=f"m{i}",
+            when="",
+            unit="share",
+            claimed={True: (1, 2), False: (3, 4), None: None}[flag],
+            predicted=(1, 1),
+        )
+        for i, flag in enumerate(held)
+    ]
+    claim = Claim(id="c", claim="c", source="s", known="seen", experiment="e", expect=rows, sha256="0")
+    return Finding(claim, {row.measure: value for row in rows})
+
+
+@pytest.mark.parametrize(
+    ("held", "verdict"),
+    [
+        ((True,), "reproduced"),
+        ((True, True), "reproduced"),
+        ((False, False), "refuted"),
+        ((True, False), "depends"),
+        ((True, None), "reproduced"),
+        ((False, None, None), "refuted"),
+    ],
+)
+def test_the_verdict_is_how_many_measures_lie_in_the_claimed_range(held, verdict):
+    assert finding(*held).verdict == verdict
+
+
+def test_ends_of_a_range_belong_to_it_and_predictions_are_counted_apart():
+    assert finding(True, value=2.0).verdict == "reproduced"
+    assert finding(True, value=2.000001).verdict == "refuted"
+    assert finding(True, True).predictions == (2, 2)
+    assert finding(True, value=2.0).predictions == (0, 1)
+
+
+def test_every_claim_names_an_experiment_that_exists_or_says_why_not():
+    found = claims.load_claims()
+    assert len(found) >= 30
+    for claim in found:
+        if claim.experiment is None:
+            assert len(claim.not_tested) > 10
+        else:
+            assert callable(claims.experiment(claim.experiment))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ((b"claimed = [0.0, 1.0]", b"claimed = [1.0, 0.0]"), "expected .low, high."),
+        ((b"claimed = [0.0, 1.0]\n", b""), "at least one measure"),
+        ((b'known = "seen"', b'known = "rumour"'), "known"),
+        ((b'experiment = "shared_prompt"', b'experiment = "shared_prompt"\nnot_tested = "no"'), "either an experiment"),
+        ((b'experiment = "shared_prompt"\n', b""), "either an experiment"),
+        ((b'unit = "share"', b'unit = "parsecs"'), "unit"),
+        ((b'when = "w"', b'whence = "w"'), "whence|when"),
+        ((b'claim = "x"', b"claim = "), "claims/c.toml"),
+        ((b'claim = "x"', b"id = 'd'\nclaim = 'x'"), "claims/c.toml"),
+        ((b'claim = "x"', b'claim = "\xff"'), "claims/c.toml"),
+    ],
+)
+def test_a_bad_claim_file_is_refused_with_its_name_and_field(change, text):
+    assert FILE.count(change[0]) == 1
+    with pytest.raises(ValueError, match=text):
+        claims.parse_claim("c", FILE.replace(*change))
+
+
+def test_an_experiment_that_does_not_measure_what_is_expected_is_an_error_not_a_verdict():
+    claim = claims.parse_claim("c", FILE.replace(b"saved_16", b"saved_17"))
+    with pytest.raises(ValueError, match="does not measure 'saved_17'"):
+        claims.test_claim(claim)
+
+
+def test_an_input_that_is_not_at_hand_is_not_tested_with_the_reason(monkeypatch, tmp_path):
+    monkeypatch.setattr(recorded, "SAVED", tmp_path / "kernels.json")
+    [claim] = claims.load_claims(["page_size_decode_identical"])
+    found = claims.test_claim(claim)
+    assert found.verdict == "not tested"
+    assert "kernels.json is not here" in found.reason
+
+
+def test_the_201_page_layout_cannot_come_out_and_page_size_1_saves_what_arithmetic_says():
+    values = allocation.shared_prompt(100, 9, 30)
+    assert (values["pages_shared_16"], values["slots_shared_1"], values["slots_apart_1"]) == (300, 3009, 3900)
+
+
+@pytest.mark.parametrize(("requests", "system", "question"), [(2, 16, 1), (7, 33, 5), (5, 64, 16)])
+def test_pages_behind_one_prompt_are_its_whole_pages_once_and_the_rest_each(requests, system, question):
+    values = allocation.shared_prompt(requests, system, question)
+    whole = system // 16
+    assert values["pages_shared_16"] == whole + requests * (-(-(system + question) // 16) - whole)
+    assert values["slots_shared_1"] == system + requests * question
+
+
+@pytest.mark.parametrize(("requests", "system", "question"), [(4, 100, 20), (9, 50, 3)])
+def test_prefill_gain_is_the_closed_form(requests, system, question):
+    [gain] = allocation.prefill_gain([requests], system, [question]).values()
+    assert gain == pytest.approx((system + question) / (system / requests + question))
+
+
+def test_findings_read_back_and_are_refused_when_their_claim_was_edited(tmp_path):
+    chosen = claims.load_claims(["shared_prompt_201_pages", "tpu_page_1"])
+    found = [claims.test_claim(claim) for claim in chosen]
+    claims.save_findings(found, tmp_path)
+    assert claims.load_findings(tmp_path) == found
+    data = json.loads((tmp_path / "claims.json").read_text())
+    data["findings"][0]["sha256"] = "0" * 64
+    (tmp_path / "claims.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="another file"):
+        claims.load_findings(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"findings": [1]}', '{"findings": [{"id": "tpu_page_1"}]}'])
+def test_findings_that_are_damaged_are_refused(tmp_path, content):
+    (tmp_path / "claims.json").write_text(content)
+    with pytest.raises(ValueError, match="cannot be read as findings"):
+        claims.load_findings(tmp_path)
+
+
+def test_the_command_prints_the_verdict_and_writes_the_page(tmp_path):
+    from kvarena.experiments.cli import app
+
+    done = CliRunner().invoke(app, ["claims", "shared_prompt_201_pages", "--quiet", "--out", str(tmp_path)])
+    assert done.exit_code == 0
+    assert "refuted" in done.output
+    assert "300 pages" in done.output
+    assert "**refuted**" in (tmp_path / "claims.md").read_text()
+    shown = CliRunner().invoke(app, ["claims", "shared_prompt_201_pages", "--saved", str(tmp_path)])
+    assert "refuted" in shown.output
+
+
+def test_an_unknown_claim_is_named_with_those_that_exist():
+    with pytest.raises(ValueError, match=r"unknown claim 'nope': expected one of .*shared_prompt_201_pages"):
+        claims.load_claims(["nope"])
+
+
+def test_not_here_is_no_value_error():
+    """A wrong argument must never be taken for a missing input."""
+    assert not issubclass(NotHereError, ValueError)
