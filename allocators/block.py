@@ -408,9 +408,9 @@ class BlockAllocator(KVAllocator):
 
     # fork
 
-    def fork(self, parent: Sequence, child: Sequence) -> Fork | None:
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> Fork | None:
         """The child holds the parent's pages too; a partial one is copied by whoever writes it first."""
-        return block_fork.fork(self, parent, child)
+        return block_fork.fork(self, parent, child, num_tokens)
 
     def prepare_write(self, seq: Sequence, start: int, end: int) -> list[PageCopy] | None:
         """A page of its own in place of a shared partial page in [start, end). None: no room."""

@@ -17,27 +17,29 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvarena.allocators.block_rows import Row
-from kvarena.allocators.fork_rules import check_child, check_range, start_child
+from kvarena.allocators.fork_rules import check_child, check_range, shared_tokens, start_child
 from kvarena.allocators.interface import Commit, EventKind, Fork, PageCopy, PageIds, Sequence
 
 if TYPE_CHECKING:
     from kvarena.allocators.block import BlockAllocator
 
 
-def fork(allocator: BlockAllocator, parent: Sequence, child: Sequence) -> Fork | None:
-    """The child holds the pages of the parent's committed tokens. O(pages).
+def fork(allocator: BlockAllocator, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> Fork | None:
+    """The child holds the pages of the parent's committed tokens, or of the first `num_tokens` of them. O(pages).
 
-    A partial page that the parent may be writing already, since it serves hits or a step is in flight, is copied at
-    once. None: that copy has no room.
+    A partial page that the parent may be writing already, since it serves hits or a step is in flight, or in which it
+    has more than it shares, is copied at once. None: that copy has no room.
     """
     row = _live_row(allocator, parent)
-    computed = min(row.committed, parent.num_computed_tokens)
+    written = min(row.committed, parent.num_computed_tokens)
+    computed = shared_tokens(parent, written, num_tokens)
     full, rest = divmod(computed, allocator.page_size)
     check_child(parent, child, computed, child.request_id in allocator._rows or child.request_id in allocator._pins)
-    being_written = rest > 0 and (row.published > full or parent.num_computed_tokens > row.committed)
+    ahead = parent.num_computed_tokens > row.committed or written > computed
+    being_written = rest > 0 and (row.published > full or ahead)
     if being_written and not _has_page(allocator, child):
         return None
-    duplicates = _publish(allocator, row, computed)
+    duplicates = _publish(allocator, row, written)
     num_pages = full if being_written or not rest else full + 1
     new = allocator._store.share(row, child, num_pages, min(row.published, full))
     new.held, new.committed = True, computed

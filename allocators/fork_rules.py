@@ -7,6 +7,15 @@ from typing import cast
 from kvarena.allocators.interface import Sequence
 
 
+def shared_tokens(parent: Sequence, computed: int, num_tokens: int | None) -> int:
+    """How many tokens a child takes over: all `computed` ones, or so many of them as were asked for."""
+    if num_tokens is None:
+        return computed
+    if not 1 <= num_tokens <= computed:
+        raise ValueError(f"num_tokens: expected 1 to {computed}, computed of {parent.request_id!r}, found {num_tokens}")
+    return num_tokens
+
+
 def check_child(parent: Sequence, child: Sequence, num_tokens: int, live: bool) -> None:
     """Raise ValueError unless `child` can go on from the first `num_tokens` tokens of `parent`; `live`: its id is."""
     if live:

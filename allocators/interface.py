@@ -487,12 +487,15 @@ class SupportsFork(Protocol):
     was released meanwhile are dropped.
     """
 
-    def fork(self, parent: Sequence, child: Sequence) -> Fork | None:
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> Fork | None:
         """Make `child` live with the computed tokens of `parent`, which its own tokens must begin with.
+
+        num_tokens: only so many of them, where a scheduler's parent is ahead of its results; its KV behind them may
+        be written at any time, so a page that `num_tokens` does not fill is copied at once.
 
         Sets the child's `num_computed_tokens`, and `num_prefill_tokens` to the same once its prompt is computed.
         None: no room, and nothing changed. ValueError: the parent is not live or computed nothing, or the child is
-        live already or has other tokens.
+        live already or has other tokens; num_tokens is not from 1 to what is computed.
         """
         ...
 

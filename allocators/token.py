@@ -49,6 +49,7 @@ from kvarena.allocators.token_row import Plan, Row, demand, join, merge_bound, s
 from kvarena.prefix.eviction import order
 from kvarena.prefix.radix_tree import Node, RadixTree
 
+FINISH = Release.FINISH  # an enum's member costs more than the comparison with it
 MAX_ROWS = 4096  # rows of req_to_token, hence live requests (SGLang's own ceiling for its default)
 
 
@@ -177,23 +178,27 @@ class TokenAllocator(KVAllocator):
         drops generated KV; what earlier checkpoints published stays cached).
         """
         check_reason(reason)
-        group, freed, cached, duplicates = array("i"), array("i"), array("i"), array("i")
         rows = [self._touched_row(seq) for seq in seqs]
-        refuse_twice(row.seq for row in rows)
+        if len(rows) > 1:
+            refuse_twice(row.seq for row in rows)
+        group: list[array[int]] = []
+        freed: list[array[int]] = []
+        cached: list[array[int]] = []
+        duplicates = array("i")
         for row in rows:
-            if reason is Release.FINISH and row.admitted:
+            if reason is FINISH and row.admitted:
                 given = self._finish(row, duplicates)
-                group += given
+                group.append(given)
             else:
                 given = row.page_ids[row.protected :]
                 self._free.free(given)
-            freed += given
+            freed.append(given)
             cached += self._drop(row)
             if self.events.enabled:
                 self.events.add(EventKind.RELEASE, row.seq.request_id, given, reason.value)
         if group:
-            self._free.free(group)
-        return Released(freed, cached, (), duplicates)
+            self._free.free(join(group))
+        return Released(join(freed), join(cached), (), duplicates)
 
     def evict(self, num_tokens: int) -> list[int]:
         """Evict leaves until `num_tokens` tokens are free or none can go; nothing while that many are free."""
@@ -267,9 +272,9 @@ class TokenAllocator(KVAllocator):
 
     # --- fork ---
 
-    def fork(self, parent: Sequence, child: Sequence) -> Fork | None:
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> Fork | None:
         """Checkpoint the parent's computed whole pages; the child locks that node and gets a copy of the tail."""
-        return token_fork.fork(self, parent, child)
+        return token_fork.fork(self, parent, child, num_tokens)
 
     def prepare_write(self, seq: Sequence, start: int, end: int) -> list[PageCopy]:
         """No copies: a page outside of the tree has one owner, and pages in it are full."""
@@ -314,12 +319,12 @@ class TokenAllocator(KVAllocator):
         if self.events.enabled:
             self.events.add(EventKind.REFUSE, seq.request_id, (), reason)
 
-    def _drop(self, row: Row) -> array[int]:
-        """Unlock and give the row back; returns the pages that nobody holds any more, in position order."""
+    def _drop(self, row: Row) -> list[array[int]]:
+        """Unlock and give the row back; returns the pages that nobody holds any more, a run a node, in order."""
         del self._rows[row.seq.request_id]
         self._free_rows.append(row.index)
         row.seq.num_computed_tokens = 0
-        return join([node.pages for node in reversed(self.tree.unlock(row.node))])
+        return [node.pages for node in reversed(self.tree.unlock(row.node))]
 
     # --- room ---
 

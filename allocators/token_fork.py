@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvarena.allocators.fork_rules import check_child, check_range, start_child
+from kvarena.allocators.fork_rules import check_child, check_range, shared_tokens, start_child
 from kvarena.allocators.interface import Commit, EventKind, Fork, PageCopy, Sequence
 from kvarena.allocators.token_row import Row, join
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from kvarena.allocators.token import TokenAllocator
 
 
-def fork(allocator: TokenAllocator, parent: Sequence, child: Sequence) -> Fork | None:
+def fork(allocator: TokenAllocator, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> Fork | None:
     """Checkpoint the parent, lock its node for the child, copy what the tree does not take. O(pages).
 
     Not in the tree are a partial page, pages of generated tokens under given page hashes, and, without a prefix
     cache, everything. None: no row is free, or no room for the copies.
     """
     row = _admitted(allocator._touched_row(parent))
-    computed = min(parent.num_computed_tokens, parent.num_tokens)
+    computed = shared_tokens(parent, min(parent.num_computed_tokens, parent.num_tokens), num_tokens)
     check_child(parent, child, computed, child.request_id in allocator._rows)
     if computed > parent.num_prefill_tokens:
         allocator._keys.refuse_reserved(parent, parent.num_prefill_tokens)
