@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,6 +24,12 @@ from typing import Any, NoReturn
 
 class _StandInType(type):
     """The class of stand-ins, which are classes themselves, so that they can be subclassed."""
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], names: dict[str, Any], **_: Any) -> _StandInType:
+        return super().__new__(mcs, name, bases, names)
+
+    def __init__(cls, name: str, bases: tuple[type, ...], names: dict[str, Any], **_: Any) -> None:
+        super().__init__(name, bases, names)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
@@ -126,15 +133,11 @@ class Finder(importlib.abc.MetaPathFinder):
         if top != self.package:
             return None
         file = self.root.joinpath(*name.split("."))
-        if file.is_dir():
-            if self.is_real(name) and (file / "__init__.py").is_file():
-                return importlib.util.spec_from_file_location(
-                    name, file / "__init__.py", submodule_search_locations=[str(file)]
-                )
-            return self._stand_in(name, file)
-        if self.is_real(name) and file.with_suffix(".py").is_file():
-            return importlib.util.spec_from_file_location(name, file.with_suffix(".py"))
-        return self._stand_in(name, None)
+        if self.is_real(name):
+            found = importlib.machinery.PathFinder.find_spec(name, [str(file.parent)])
+            if found is not None:
+                return found
+        return self._stand_in(name, file if file.is_dir() else None)
 
     def _stand_in(self, name: str, folder: Path | None) -> importlib.machinery.ModuleSpec:
         self.stood_in.append(name)
@@ -157,3 +160,16 @@ def install(finder: Finder) -> None:
     if finder.package in sys.modules:
         raise ValueError(f"{finder.package} was imported before {finder.root} was asked for; use another process")
     sys.meta_path.insert(0, finder)
+
+
+def version_of(package: str, root: Path | None) -> str:
+    """From the metadata of the installation, or of the unpacked wheel."""
+    if root is None:
+        from importlib.metadata import version
+
+        return version(package)
+    for file in sorted(root.glob(f"{package}-*.dist-info/METADATA")):
+        match = re.search(r"^Version: (\S+)", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        if match:
+            return match[1]
+    return "unknown"

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import bisect
 import importlib
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from kvarena.experiments.upstream.compare import Setting, Upstream
-from kvarena.experiments.upstream.stubs import Finder, install
+from kvarena.experiments.upstream.stubs import Finder, install, version_of
 
 REAL = (
     "vllm.v1.core",
@@ -65,19 +64,6 @@ def load(root: Path | None) -> SimpleNamespace:
         loaded = importlib.import_module(module)
         found |= {name: getattr(loaded, name) for name in names}
     return SimpleNamespace(**found, version=version_of("vllm", root))
-
-
-def version_of(package: str, root: Path | None) -> str:
-    """From the metadata of the installation, or of the unpacked wheel."""
-    if root is None:
-        from importlib.metadata import version
-
-        return version(package)
-    for file in sorted(root.glob(f"{package}-*.dist-info/METADATA")):
-        match = re.search(r"^Version: (\S+)", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-        if match:
-            return match[1]
-    return "unknown"
 
 
 def _is_real(name: str) -> bool:
