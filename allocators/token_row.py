@@ -83,6 +83,8 @@ def merge_bound(plan: Plan, page_size: int) -> int:
 
 def join(runs: list[array[int]]) -> array[int]:
     """Page ids of all runs in one array of its own."""
+    if len(runs) == 1:
+        return runs[0][:]
     joined = array("i")
     for run in runs:
         joined += run
