@@ -29,3 +29,14 @@ typecheck: setup
 
 test: setup lint typecheck
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+
+# All figures and tables of README and docs: redrawn from saved results; after simulating anew; after measuring anew.
+.PHONY: paper paper-cpu paper-gpu
+paper: setup
+	$(BIN)/kvarena paper
+
+paper-cpu: setup
+	$(BIN)/kvarena paper --rerun cpu
+
+paper-gpu: setup
+	$(BIN)/kvarena paper --rerun gpu

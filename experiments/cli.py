@@ -14,7 +14,9 @@ from kvarena.experiments.commands import add_commands
 from kvarena.experiments.engine.commands import add_run_command
 from kvarena.experiments.fork_commands import add_fork_command
 from kvarena.experiments.insight_commands import add_insight_commands
+from kvarena.experiments.ladder_commands import add_ladder_command
 from kvarena.experiments.model.cli import add_generate_command
+from kvarena.experiments.paper_commands import add_paper_command
 from kvarena.experiments.resample_commands import add_resample_command
 from kvarena.experiments.study_commands import add_study_commands
 from kvarena.experiments.traces.cli import trace_app
@@ -80,7 +82,9 @@ add_generate_command(app)
 add_study_commands(app)
 add_resample_command(app)
 add_claims_command(app)
+add_paper_command(app)
 add_fork_command(app)
+add_ladder_command(app)
 add_insight_commands(app)
 
 

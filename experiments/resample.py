@@ -14,6 +14,7 @@ Within noise: the interval holds zero. Whole-run and last-half rates stand side 
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,36 +22,43 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from kvarena.experiments.budget import format_bytes
-from kvarena.experiments.config import Config, config_from_mapping
+from kvarena.experiments.config import SCHEMA_VERSION, Config, config_from_mapping
 from kvarena.experiments.plots import _finish, _new_axes, _pool_axis, _styled
-from kvarena.experiments.style import printable
-from kvarena.experiments.sweep import SweepResult, open_sweep, sweep, write_whole
+from kvarena.experiments.style import looks, printable
+from kvarena.experiments.sweep import SweepResult, sweep, write_whole
 from kvarena.experiments.tables import Table
 
 if TYPE_CHECKING:
-    from kvarena.experiments.results import Result
     from matplotlib.axes import Axes
 
 MEASURES = {"token_hit_rate": "whole run", "token_hit_rate_last_half": "last half"}
 REPLICATES = 30
+STUDY = "study.json"
 
 
 @dataclass(frozen=True)
 class Replicates:
     """A comparison and its resamples.
 
-    result     the comparison on the trace itself
-    table      a row a resample, pool and allocator: `resample`, `pool_bytes`, `allocator`, and the measures
-    intervals  a row a measure, pool and allocator beside the first: difference, low, high (points), p, q, within_noise
-    unit       what was drawn, in words
-    sweep      where the cells are
+    trace       name of the trace
+    allocators  name, label, kind and page_size of each, the first is the one that others are compared with
+    unit        what was drawn, in words
+    footer      the line of provenance for figures
+    table       a row a resample (0: the trace itself), pool and allocator, with the measures
+    intervals   a row a measure, pool and allocator beside the first: difference, low, high (points), p, q, within_noise
     """
 
-    result: Result
+    trace: str
+    allocators: list[dict[str, Any]]
+    unit: str
+    footer: str
     table: pd.DataFrame
     intervals: pd.DataFrame
-    unit: str
-    sweep: SweepResult
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Allocator -> text for a legend."""
+        return {one["name"]: one["label"] for one in self.allocators}
 
 
 def replicate(
@@ -62,7 +70,7 @@ def replicate(
     ray: str | None = None,
     progress: bool = False,
 ) -> Replicates:
-    """Run a comparison and its resamples, what is not finished of them, in parallel; write `intervals.csv` beside.
+    """Run what is not finished of a comparison and its resamples; `study.json` and `intervals.csv` go to `out`.
 
     replicates  at least 10: a standard deviation of fewer says little
     jobs, ray   as in `sweep`
@@ -82,31 +90,47 @@ def replicate(
     if done.failures:
         failure = next(iter(done.failures.values()))
         raise ValueError(f"resample: {len(done.failures)} cells failed; the first: {failure['error']}")
-    found = open_replicates(out)
+    found = _collect(done)
+    kept = {"trace": found.trace, "allocators": found.allocators, "unit": found.unit, "footer": found.footer}
+    data = {"schema_version": SCHEMA_VERSION, **kept, "table": found.table.to_dict("list")}
+    write_whole(Path(out) / STUDY, json.dumps(data, indent=1) + "\n")
     write_whole(Path(out) / "intervals.csv", found.intervals.to_csv(index=False, lineterminator="\n"))
     return found
 
 
 def open_replicates(path: Path | str) -> Replicates:
-    """Read the folder of a finished study. Raises ValueError when it is none."""
-    done = open_sweep(path)
-    base = [cell for cell in done.cells if not cell["point"]]
-    draws = {cell["key"]: cell["point"].get("workload.resample") for cell in done.cells}
-    if len(base) != 1 or not all(isinstance(draw, int) for key, draw in draws.items() if key != base[0]["key"]):
-        raise ValueError(f"{path}: a sweep, but not of resamples")
-    if unfinished := [cell for cell in done.cells if cell["state"] != "finished"]:
-        raise ValueError(f"{path}: {len(unfinished)} of {len(done.cells)} cells are not finished; run it again")
+    """Read a finished study; `open_sweep` reads its cells. Raises ValueError when there is none."""
+    file = Path(path) / STUDY
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        table = pd.DataFrame(data["table"])
+        names = [one["name"] for one in data["allocators"]]
+        found = Replicates(
+            data["trace"], data["allocators"], data["unit"], data["footer"], table, intervals(table, names)
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file}: cannot be read as a study of resamples ({error})") from None
+    if data.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(f"{file}: schema_version: expected {SCHEMA_VERSION}")
+    return found
+
+
+def _collect(done: SweepResult) -> Replicates:
+    from kvarena.experiments.report import result_footer
+
+    draws = {cell["key"]: cell["point"].get("workload.resample", 0) for cell in done.cells}
     table = done.table.copy()
-    table.insert(0, "resample", [draws[key] or 0 for key in table["cell"]])
-    keys = ["resample", "seed", "pool_bytes", "allocator"]
-    table = table[[*keys, *MEASURES]].sort_values(keys[:3], kind="stable").reset_index(drop=True)
-    result = done.result(base[0]["key"])
-    return Replicates(result, table, intervals(table, result.allocators), _unit(done), done)
-
-
-def _unit(done: SweepResult) -> str:
-    drawn = done.result(next(cell["key"] for cell in done.cells if cell["point"]))
-    return next(text.partition(" of its ")[2] for text in drawn.warnings if text.startswith("resample "))
+    table.insert(0, "resample", table["cell"].map(draws))
+    keys = ["resample", "pool_bytes", "allocator"]
+    table = table[[*keys, *MEASURES]].sort_values(keys[:2], kind="stable").reset_index(drop=True)
+    result, drawn = (
+        done.result(next(key for key, draw in draws.items() if bool(draw) == one)) for one in (False, True)
+    )
+    unit = next(text.partition(" of its ")[2] for text in drawn.warnings if text.startswith("resample "))
+    names = ("name", "label", "kind", "page_size")
+    allocators = [{name: one[name] for name in names} for one in result.manifest["allocators"]]
+    rows = intervals(table, result.allocators)
+    return Replicates(str(result.manifest["trace"]), allocators, unit, result_footer(result), table, rows)
 
 
 def intervals(table: pd.DataFrame, allocators: list[str]) -> pd.DataFrame:
@@ -152,8 +176,8 @@ def interval(values: pd.Series[float]) -> dict[str, Any]:
 
 def interval_table(found: Replicates) -> Table:
     """For people: a row a pool, whole run and last half side by side."""
-    names = found.result.labels
-    first = found.result.allocators[0]
+    names = found.labels
+    first = found.allocators[0]["name"]
     rows = []
     keys = found.intervals[["pool_bytes", "allocator"]].drop_duplicates().itertuples(index=False)
     for pool, name in keys:
@@ -169,7 +193,7 @@ def interval_table(found: Replicates) -> Table:
         f"{noisy} of {len(found.intervals)} differences are within noise (~)" if noisy else "no difference is noise",
     ]
     heads = ["pool", "allocator", *MEASURES.values(), "q"]
-    return Table(f"Difference in token hit rate, {found.result.manifest['trace']}", heads, rows, notes)
+    return Table(f"Difference in token hit rate, {found.trace}", heads, rows, notes)
 
 
 def _cell(row: dict[Any, Any]) -> str:
@@ -180,11 +204,9 @@ def _cell(row: dict[Any, Any]) -> str:
 @_styled
 def plot_intervals(found: Replicates, ax: Axes | None = None) -> Axes:
     """Paired difference of the token hit rate, points, against pool size, with its 95 % interval; hollow: last half."""
-    from kvarena.experiments.plots import _looks
-
     ax = ax or _new_axes()
     ax.axhline(0, color="#444444", linewidth=0.8)
-    every = _looks(found.result)
+    every = looks(found.allocators)
     series = list(found.intervals.groupby(["allocator", "measure"], sort=False))
     pools = found.intervals["pool_bytes"]
     step = max(pools.max() / pools.min(), 4) ** 0.012
@@ -206,7 +228,7 @@ def plot_intervals(found: Replicates, ax: Axes | None = None) -> Axes:
     _pool_axis(ax, found.intervals)
     ax.margins(x=0.06)
     ax.autoscale(axis="x")
-    first = found.result.labels[found.result.allocators[0]]
+    first = found.allocators[0]["label"]
     ax.set_ylabel(f"difference to {printable(first)}, points", fontsize=7.5)
     return _finish(ax, found.intervals)
 

@@ -35,33 +35,40 @@ def resample(
     replicates: Annotated[int, typer.Option(help="How many resamples of the trace.", min=10)] = 30,
     jobs: Annotated[int | None, typer.Option(help="Processes at once; default: one a core.", min=1)] = None,
     ray: Annotated[str | None, typer.Option(help="'local', or the address of a Ray cluster.")] = None,
+    saved: Annotated[Path | None, typer.Option(help="Draw an earlier --out into --out; nothing is run.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any config field.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """Say how sure the differences are: redraw the trace's sessions or prefix families, rerun all allocators, and give
     95 % intervals of the paired differences, corrected for their number."""
     from kvarena.experiments.commands import compare_config
-    from kvarena.experiments.resample import replicate
+    from kvarena.experiments.resample import open_replicates, replicate
 
+    if saved is not None:
+        _show(open_replicates(saved), out)
+        return
     flags: dict[str, Any] = {"trace": trace, "allocators": allocators, "pool": pool, "model": model}
     config = compare_config(what, set_ or [], **flags, requests=requests, seeds=None)
     found = replicate(config, out, replicates=replicates, jobs=jobs, ray=ray, progress=not quiet)
+    _show(found, out)
+
+
+def _show(found: Replicates, out: Path) -> None:
     _draw(found, out / "intervals")
     _print(found)
-    print(f"{out / 'intervals.csv'}, {out / 'intervals.png'}")
+    print(out / "intervals.png")
 
 
 def _draw(found: Replicates, stem: Path) -> None:
     import matplotlib as mpl
     import matplotlib.pyplot as plt
-    from kvarena.experiments.report import result_footer
     from kvarena.experiments.resample import plot_intervals
     from kvarena.experiments.style import STYLE, add_footer, save_figure
 
     with mpl.rc_context(STYLE):
         plt.switch_backend("agg")
         figure: Any = plot_intervals(found).get_figure()
-        add_footer(figure, result_footer(found.result))
+        add_footer(figure, found.footer)
         save_figure(figure, stem)
         plt.close(figure)
 

@@ -146,7 +146,7 @@ def experiment(name: str) -> Callable[..., Mapping[str, float]]:
     for part in PARTS:
         found = getattr(import_module(f"{__name__}.{part}"), name, None)
         if callable(found) and found.__module__ == f"{__name__}.{part}":
-            return found  # type: ignore[no-any-return]
+            return found
     raise ValueError(f"unknown experiment {name!r}")
 
 
@@ -178,7 +178,17 @@ def save_findings(findings: Iterable[Finding], folder: Path) -> None:
     data = {"schema_version": SCHEMA_VERSION, "findings": rows, "provenance": provenance([], [], time.time())}
     try:
         write_whole(folder / "claims.json", json.dumps(data, indent=1, default=str) + "\n")
-        write_whole(folder / "claims.md", markdown(found))
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be written ({error.strerror})") from None
+    write_page(found, folder)
+
+
+def write_page(findings: Iterable[Finding], folder: Path) -> None:
+    """`claims.md`. Raises ValueError when it cannot be written."""
+    from kvarena.experiments.sweep import write_whole
+
+    try:
+        write_whole(folder / "claims.md", markdown(findings))
     except OSError as error:
         raise ValueError(f"{folder}: cannot be written ({error.strerror})") from None
 

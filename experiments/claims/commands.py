@@ -30,7 +30,7 @@ def claims(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """Test published and folklore numbers: reproduced, refuted, depends on what, or not tested and why."""
-    from kvarena.experiments.claims import load_claims, load_findings, save_findings, test_claim
+    from kvarena.experiments.claims import load_claims, load_findings, save_findings, test_claim, write_page
 
     chosen = load_claims(names or None)
     if listed:
@@ -39,7 +39,10 @@ def claims(
         return
     if saved is not None:
         wanted = {claim.id for claim in chosen}
-        _print([finding for finding in load_findings(saved) if finding.claim.id in wanted], len(chosen) == 1)
+        kept = [finding for finding in load_findings(saved) if finding.claim.id in wanted]
+        if out is not None:
+            write_page(kept, out)
+        _print(kept, len(chosen) == 1)
         return
     found = []
     for number, claim in enumerate(chosen, 1):

@@ -103,7 +103,14 @@ def test_a_study_reads_back_as_it_was_and_is_not_run_twice(tmp_path):
     again = replicate(small_config(), tmp_path / "study", replicates=10, jobs=1)
     pd.testing.assert_frame_equal(again.intervals, open_replicates(tmp_path / "study").intervals)
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "study" / "cells").rglob("*.parquet")}
-    assert found.result.summary["pool_bytes"].nunique() == 1
+    assert found.table["pool_bytes"].nunique() == 1
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"trace": "x"}', '{"schema_version": 9}'])
+def test_a_damaged_study_is_refused(tmp_path, content):
+    (tmp_path / "study.json").write_text(content)
+    with pytest.raises(ValueError, match=r"study\.json"):
+        open_replicates(tmp_path)
 
 
 @pytest.mark.parametrize(
