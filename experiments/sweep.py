@@ -19,7 +19,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class SweepResult:
 
 
 def sweep(
-    config: Path | str | Mapping[str, Any],
+    config: Path | str | Mapping[str, Any] | Sequence[SweepCell],
     out: Path | str,
     *,
     sets: Iterable[str] = (),
@@ -65,7 +65,7 @@ def sweep(
 ) -> SweepResult:
     """Carry out what is not finished of a sweep, and return how it stands then.
 
-    config  a TOML file, or the same as a mapping (`sweep_plan.py`)
+    config  a TOML file, or the same as a mapping (`sweep_plan.py`), or the cells themselves
     sets    `key=value` pairs on top of its base
     jobs    processes at once; default: one a core. With `ray="local"`: its cores
     ray     "local" or the address of a Ray cluster, in place of processes
@@ -73,7 +73,10 @@ def sweep(
     Raises ValueError for a config that is wrong anywhere, before anything runs, and for an `out` that holds other
     things or that another sweep is writing to. A cell that fails is recorded and does not stop the others.
     """
-    cells = sweep_cells(config, sets) if isinstance(config, Mapping) else load_sweep(Path(config), sets)
+    if isinstance(config, Path | str):
+        cells = load_sweep(Path(config), sets)
+    else:
+        cells = sweep_cells(config, sets) if isinstance(config, Mapping) else list(config)
     workers: Workers = LocalWorkers(jobs or _cores()) if ray is None else RayWorkers(ray, jobs)
     folder = Path(out)
     with _locked(folder):

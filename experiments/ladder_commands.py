@@ -1,0 +1,103 @@
+"""The commands `kvarena ladder` and `kvarena ablations`. They import what they need when they run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from kvarena.experiments.ladder import Ladder
+
+LADDER_EXAMPLES = """Examples:\n
+kvarena ladder chat --set num_sessions=20 --out out/ladder\n
+kvarena ladder chat --pool '20 %' --live 8 --outputs replay --out out/overlap\n
+kvarena ladder my-run.toml --rung result_lag=0:1 --rung order=fcfs:lpm --out out/engine\n
+kvarena ladder --show out/ladder"""
+
+
+def add_ladder_command(app: typer.Typer) -> None:
+    """Mount the command."""
+    app.command(epilog=LADDER_EXAMPLES)(ladder)
+
+
+def ladder(
+    what: Annotated[
+        str | None, typer.Argument(metavar="[TRACE|CONFIG.toml]", help="A trace, or a config of compare or run.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the ladder; an earlier one there is carried on.")] = None,
+    lower: Annotated[str | None, typer.Option("--from", help="Lower end; default vllm.")] = None,
+    upper: Annotated[str | None, typer.Option("--to", help="Upper end; default sglang.")] = None,
+    fields: Annotated[
+        list[str] | None, typer.Option(help="A rung: a field, or several joined with +. Repeatable.")
+    ] = None,
+    rung: Annotated[
+        list[str] | None, typer.Option(help="One more rung, NAME=FROM:TO, of the engine or allocator. Repeatable.")
+    ] = None,
+    pool: Annotated[str | None, typer.Option(help="Pool size; default 30 % of the working set.")] = None,
+    live: Annotated[int | None, typer.Option(help="Requests that overlap.", min=1)] = None,
+    outputs: Annotated[str | None, typer.Option(help="none or replay.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Processes at once; default: one a core.", min=1)] = None,
+    ray: Annotated[str | None, typer.Option(help="'local', or the address of a Ray cluster.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any config field; repeatable.")
+    ] = None,
+    show: Annotated[Path | None, typer.Option(help="Print a finished ladder instead.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
+) -> None:
+    """Walk from one design to another and say what each field does: all subsets, exact shares, interactions."""
+    from kvarena.experiments.ladder import ladder as run_ladder
+    from kvarena.experiments.ladder import load_ladder, read_base
+
+    if show is not None:
+        _print(load_ladder(show))
+        return
+    if what is None or out is None:
+        raise ValueError("ladder: expected a trace or a config, and --out; or --show with a finished ladder")
+    base, asked = read_base(what)
+    sets = [*(f"{name}={value}" for name, value in _given(pool=pool, live=live, outputs=outputs)), *(set_ or [])]
+    extra = {**asked.get("rungs", {}), **dict(_ends_of(text) for text in rung or [])}
+    made = run_ladder(
+        base,
+        out,
+        lower=_spec(lower) if lower else asked.get("from", "vllm"),
+        upper=_spec(upper) if upper else asked.get("to", "sglang"),
+        groups=fields or asked.get("fields", ()),
+        extra={name: (ends[0], ends[1]) for name, ends in extra.items()},
+        sets=sets,
+        jobs=jobs,
+        ray=ray,
+        progress=not quiet,
+    )
+    print(f"ladder in {out}", file=sys.stderr)
+    _print(made)
+
+
+def _given(**flags: Any) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in flags.items() if value is not None]
+
+
+def _spec(text: str) -> Any:
+    from kvarena.experiments.specs import parse_spec
+
+    return parse_spec(text)
+
+
+def _ends_of(text: str) -> tuple[str, tuple[Any, Any]]:
+    """`result_lag=0:1` as a name and two values."""
+    from kvarena.experiments.config import toml_value
+
+    name, separator, ends = text.partition("=")
+    low, colon, high = ends.partition(":")
+    if not separator or not colon:
+        raise ValueError(f"--rung: expected NAME=FROM:TO, found {text!r}")
+    return name, (toml_value(low), toml_value(high))
+
+
+def _print(made: Ladder) -> None:
+    from rich.console import Console
+
+    console = Console()
+    Console(width=None if console.is_terminal else 150).print(made)

@@ -1,0 +1,155 @@
+"""Figures of a ladder: the walk from one design to the other, and which rungs do more or less together than apart."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvarena.experiments.budget import format_bytes
+from kvarena.experiments.ladder import METRICS, Ladder
+from kvarena.experiments.style import STYLE, add_footer, printable, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+UP, DOWN, END = "#0072B2", "#E69F00", "#444444"
+SCALES = {"token_hit_rate": (100.0, "token hit rate (%)"), "hit_tokens": (1.0, "hit tokens")}
+SCALES |= {"concurrency": (1.0, "live requests, mean"), "preemptions": (1.0, "preemptions")}
+
+
+def plot_waterfall(
+    made: Ladder, ax: Axes | None = None, metric: str = "token_hit_rate", pool: int | None = None
+) -> Axes:
+    """Each rung's Shapley share from the lower end to the upper one; whiskers: what it adds in any setting of the
+    others, from where its bar begins. Reads nothing, saves nothing."""
+    from matplotlib.ticker import MaxNLocator
+
+    if metric not in METRICS:
+        raise ValueError(f"metric: expected one of {', '.join(METRICS)}, found {metric!r}")
+    ax = _axes((5.6, 1.2 + 0.32 * (len(made.rungs) + 2))) if ax is None else ax
+    scale, name = SCALES[metric]
+    table = made.of(metric, pool)
+    at = made.end(metric, upper=False, pool=pool) * scale
+    _end(ax, 0, at)
+    for place, row in enumerate(table.to_dict("records"), 1):
+        value, low, high = (scale * row[part] for part in ("value", "low", "high"))
+        ax.plot([at, at], [place - 1, place + 0.35], color="#999999", linewidth=0.6, zorder=1)
+        ax.plot(
+            [at + low, at + high], [place, place], color="#666666", linewidth=0.8, marker="|", markersize=5, zorder=3
+        )
+        colour, hatch = (UP, "") if value >= 0 else (DOWN, "////")
+        ax.barh(place, value, left=at, height=0.62, color=colour, hatch=hatch, edgecolor="white", linewidth=0, zorder=2)
+        at += value
+        ax.annotate(
+            f"{value:+.2f}" if abs(value) < 1000 else f"{value:+,.0f}",
+            (max(at, at - value, at - value + high, at - value + low), place),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7,
+        )
+    last = len(table) + 1
+    ax.plot([at, at], [last - 1, last], color="#999999", linewidth=0.6, zorder=1)
+    _end(ax, last, at)
+    labels = [made.manifest["ends"][0], *table["rung"], made.manifest["ends"][1]]
+    ax.set_yticks(range(len(labels)), [_folded(label) for label in labels])
+    ax.set_ylim(last + 0.6, -0.6)
+    ax.xaxis.set_major_locator(MaxNLocator(6))
+    ax.margins(x=0.14)
+    ax.set_xlabel(name)
+    ax.grid(axis="y", visible=False)
+    ax.set_title(_title(made, pool))
+    return ax
+
+
+def _end(ax: Axes, place: int, value: float) -> None:
+    ax.plot([value], [place], marker="D", color=END, markersize=5, zorder=3)
+    text = f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
+    ax.annotate(text, (value, place), xytext=(7, 0), textcoords="offset points", va="center", fontsize=7)
+
+
+def plot_interactions(
+    made: Ladder, ax: Axes | None = None, metric: str = "token_hit_rate", pool: int | None = None
+) -> Axes:
+    """Pairs of rungs: how much more they do together than apart. On the diagonal, each rung's own share."""
+    import numpy as np
+
+    if metric not in METRICS:
+        raise ValueError(f"metric: expected one of {', '.join(METRICS)}, found {metric!r}")
+    names, scale = made.rungs, SCALES[metric][0]
+    ax = _axes((1.9 + 0.55 * len(names), 1.5 + 0.5 * len(names))) if ax is None else ax
+    pool = made.reference_pool if pool is None else pool
+    grid = np.full((len(names), len(names)), np.nan)
+    for place, value in enumerate(made.of(metric, pool)["value"]):
+        grid[place, place] = scale * value
+    pairs = made.interactions
+    for row in pairs[(pairs["metric"] == metric) & (pairs["pool_bytes"] == pool)].to_dict("records"):
+        i, j = sorted((names.index(row["a"]), names.index(row["b"])))
+        grid[j, i] = scale * row["value"]
+    bound = max(float(np.nanmax(np.abs(grid))), 1e-9)
+    image = ax.imshow(grid, cmap="PuOr", vmin=-bound, vmax=bound)
+    for (row, column), value in np.ndenumerate(grid):
+        if not np.isnan(value):
+            ink = "white" if abs(value) > 0.6 * bound else "black"
+            weight = "bold" if row == column else "normal"
+            text = _short(value)
+            ax.text(column, row, text, ha="center", va="center", fontsize=6.5, color=ink, fontweight=weight)
+    ticks = [_folded(name, 18) for name in names]
+    ax.set_xticks(range(len(names)), ticks, rotation=40, ha="right", rotation_mode="anchor")
+    ax.set_yticks(range(len(names)), ticks)
+    ax.grid(visible=False)
+    unit = "points" if metric == "token_hit_rate" else SCALES[metric][1]
+    bar = ax.figure.colorbar(image, ax=ax, shrink=0.7)
+    bar.set_label(f"{unit}: own share (diagonal), together minus apart", fontsize=7)
+    ax.set_title(_title(made, pool))
+    return ax
+
+
+def _short(value: float) -> str:
+    if value == 0:
+        return "0"
+    return f"{value:+.2f}" if abs(value) < 100 else f"{value:+.3g}"
+
+
+def _title(made: Ladder, pool: int | None) -> str:
+    size = format_bytes(made.reference_pool if pool is None else pool)
+    return f"{printable(made.manifest['trace'])}, pool {size}"
+
+
+def _folded(text: str, width: int = 30) -> str:
+    return textwrap.fill(printable(text).replace("$", r"\$"), width)
+
+
+def _axes(size: tuple[float, float]) -> Axes:
+    import matplotlib.pyplot as plt
+
+    axes: Any = plt.figure(figsize=size, layout="constrained").add_subplot()
+    return axes
+
+
+def footer(made: Ladder) -> str:
+    """One line: what was run, and what cannot be seen."""
+    held = ", ".join(made.manifest["held"]) or "nothing"
+    return (
+        f"kvarena ladder: {2 ** len(made.rungs)} subsets, exact Shapley shares; outputs "
+        f"{made.manifest['visible']['outputs']}; not observable here: {held}"
+    )
+
+
+def write_figures(made: Ladder, folder: Path) -> list[Path]:
+    """Waterfall and interactions as PDF, SVG and PNG; the same ladder gives the same bytes."""
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    paths: list[Path] = []
+    with mpl.rc_context(STYLE):
+        plt.switch_backend("agg")
+        for name, plot in (("waterfall", plot_waterfall), ("interactions", plot_interactions)):
+            figure: Any = plot(made).get_figure()
+            text = textwrap.fill(footer(made), int(figure.get_figwidth() * 26))
+            add_footer(figure, text.split("\n")[0] if text.count("\n") == 0 else text.replace("\n", " "))
+            paths += save_figure(figure, folder / name)
+            plt.close(figure)
+    return paths

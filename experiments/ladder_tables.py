@@ -1,0 +1,107 @@
+"""A ladder as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from kvarena.experiments.budget import format_bytes
+from kvarena.experiments.ladder import TIME, Ladder
+from kvarena.experiments.style import printable
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+STRONGEST = 6  # pairs that are printed
+
+
+def ladder_tables(made: Ladder, pool: int | None = None) -> Iterator[Any]:
+    """Attribution, what cannot be seen, and the strongest pairs, at one pool."""
+    pool = made.reference_pool if pool is None else pool
+    yield _attribution(made, pool)
+    if made.manifest["held"]:
+        yield _held(made, pool)
+    yield _pairs(made, pool)
+
+
+def _attribution(made: Ladder, pool: int) -> Table:
+    from rich.table import Table
+
+    manifest = made.manifest
+    table = Table(
+        title=f"From {manifest['ends'][0]} to {manifest['ends'][1]}: {printable(manifest['trace'])}, "
+        f"pool {format_bytes(pool)}, {2 ** len(made.rungs)} subsets"
+    )
+    thrown = "preemptions" if manifest["of"] == "run" else "early ends"
+    heads = ("hit tokens", "points", "from..to, points", "concurrency", thrown, "allocator us a request, measured")
+    table.add_column("rung")
+    table.add_column("from -> to")
+    for head in heads:
+        table.add_column(head, justify="right")
+    parts = {name: made.of(name, pool) for name in ("hit_tokens", "token_hit_rate", "concurrency", "preemptions", TIME)}
+    for place, rung in enumerate(made.rungs):
+        row = {name: part.iloc[place] for name, part in parts.items()}
+        rate = row["token_hit_rate"]
+        table.add_row(
+            rung,
+            _ends(manifest["rungs"][rung]),
+            f"{int(row['hit_tokens']['whole']):+,}",
+            f"{100 * rate['value']:+.3f}",
+            f"{100 * rate['low']:+.2f}..{100 * rate['high']:+.2f}",
+            f"{row['concurrency']['value']:+.3f}",
+            f"{int(row['preemptions']['whole']):+,}",
+            f"{row[TIME]['value']:+.1f}",
+        )
+    table.add_section()
+    totals = {name: part["value"].sum() for name, part in parts.items()}
+    table.add_row(
+        "all of them",
+        "",
+        f"{int(parts['hit_tokens']['whole'].sum()):+,}",
+        f"{100 * totals['token_hit_rate']:+.3f}",
+        "",
+        f"{totals['concurrency']:+.3f}",
+        f"{int(parts['preemptions']['whole'].sum()):+,}",
+        f"{totals[TIME]:+.1f}",
+    )
+    low, high = (100 * made.end("token_hit_rate", upper=upper, pool=pool) for upper in (False, True))
+    table.caption = f"token hit rate {low:.3f} % to {high:.3f} %; outputs: {manifest['visible']['outputs']}"
+    return table
+
+
+def _ends(fields: dict[str, list[Any]]) -> str:
+    return ", ".join(f"{name} {_text(low)} -> {_text(high)}" for name, (low, high) in fields.items())
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _held(made: Ladder, pool: int) -> Table:
+    from rich.table import Table
+
+    table = Table(title="Not observable here")
+    table.add_column("field")
+    table.add_column("why")
+    for name, why in made.manifest["held"].items():
+        table.add_row(name, why)
+    rest = next(row for row in made.manifest["checks"] if row["pool_bytes"] == pool)["not_observable_changes"]
+    table.caption = f"all of them switched at the upper end: {rest['hit_tokens']:+,} hit tokens"
+    return table
+
+
+def _pairs(made: Ladder, pool: int) -> Table:
+    from rich.table import Table
+
+    table = Table(title="Pairs that do more (+) or less (-) together than apart, hit tokens")
+    table.add_column("rung")
+    table.add_column("with")
+    table.add_column("interaction", justify="right")
+    frame = made.interactions
+    frame = frame[(frame["metric"] == "hit_tokens") & (frame["pool_bytes"] == pool) & (frame["value"] != 0)]
+    frame = frame.reindex(frame["value"].abs().sort_values(ascending=False, kind="stable").index)
+    for row in frame.head(STRONGEST).to_dict("records"):
+        table.add_row(row["a"], row["b"], f"{row['value']:+,.1f}")
+    if frame.empty:
+        table.caption = "none: the rungs add up"
+    return table
