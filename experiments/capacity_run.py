@@ -7,6 +7,7 @@ the same burst runs over real pools and kernels.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvarena.experiments.engine.engine import StepRecord
 from kvarena.experiments.engine.metered import MeteredAllocator
 from kvarena.experiments.engine.scheduler import SchedulerConfig
 from kvarena.experiments.engine.simulate import MakeExecutor, RunOptions, Simulation
-from kvarena.experiments.engine.step_time import StepTimeModel
+from kvarena.experiments.engine.step_time import StepTimeModel, step_amounts
 
 PEAK_STEP = 0.002  # capacity is read again when the pages in use have grown by this share of the pool
 
@@ -31,6 +32,7 @@ class Burst:
     peak_running  most requests that ran at once
     peak          capacity when most pages were in use (within 0.2 % of the pool), with tail slots beside it
     fragmented    refusals of a contiguous pool although enough pages were free
+    steps         with an executor that measures: amounts of each step that ran, `host_us` and `kernels_us`
     """
 
     size: int
@@ -45,6 +47,7 @@ class Burst:
     peak_pages: int
     peak: dict[str, int]
     fragmented: int = 0
+    steps: tuple[dict[str, float], ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -56,7 +59,7 @@ class Burst:
 
     def row(self) -> dict[str, Any]:
         """As a row of a table, the peak's fields named peak_..."""
-        fields = {name: value for name, value in asdict(self).items() if name != "peak"}
+        fields = {name: value for name, value in asdict(self).items() if name not in ("peak", "steps")}
         rates = {"tokens_per_s": self.tokens_per_s, "preemptions_per_request": self.preemptions_per_request}
         return {**fields, **rates, **{f"peak_{name}": value for name, value in self.peak.items()}}
 
@@ -68,15 +71,17 @@ class _Refused(Exception):
 class _BurstRun(Simulation):
     """A simulation that looks after every step whether somebody had to wait."""
 
+    amounts: list[dict[str, float]]
     stopped = ""
     stop_early = False
     peak_running = 0
     peak_pages = 0
     peak: dict[str, int] | None = None
-    total = 0
 
     def _note_step(self, record: StepRecord, host: float, gpu: float) -> None:
         super()._note_step(record, host, gpu)
+        if record.plan.batch and hasattr(self.executor, "times"):
+            self.amounts.append(asdict(step_amounts(record.plan)))
         self._note_peak()
         if not self.stopped:
             self.stopped = self._why(record)
@@ -139,11 +144,9 @@ def run_burst(
     options = RunOptions(lambda tokens, index: max(declared, tokens), steps_every=1_000_000)
     arrivals = Arrivals(load.requests)  # their arrival is 0
     run = _BurstRun(MeteredAllocator(allocator), policy, limits, model, arrivals, options, make_executor=make_executor)
-    run.stop_early, run.total = stop_early, len(load)
-    try:
+    run.stop_early, run.amounts = stop_early, []
+    with suppress(_Refused):
         run.run()
-    except _Refused:
-        pass
     return _result(run, load, allocator)
 
 
@@ -163,4 +166,13 @@ def _result(run: _BurstRun, load: Load, allocator: KVAllocator) -> Burst:
         peak_pages=run.peak_pages,
         peak=run.peak or {},
         fragmented=getattr(allocator, "refused_by_fragmentation", 0),
+        steps=_measured_steps(run),
     )
+
+
+def _measured_steps(run: _BurstRun) -> tuple[dict[str, float], ...]:
+    times = getattr(run.executor, "times", None)
+    if times is None:
+        return ()
+    rows = zip(run.amounts, times.host_s, times.kernels_s, strict=False)
+    return tuple({**amounts, "host_us": 1e6 * host, "kernels_us": 1e6 * gpu} for amounts, host, gpu in rows)

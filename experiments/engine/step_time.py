@@ -101,6 +101,42 @@ HOST: dict[str, HostTimes] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class StepAmounts:
+    """What a step's time goes by.
+
+    num_decodes    sequences with one new token; decode_tokens: KV tokens that they read, their own included
+    num_extends    sequences with more; extend_pairs: (query, key) pairs of theirs
+    new_tokens     tokens computed in all
+    moved_pages    pages copied between device and host
+    """
+
+    num_decodes: int
+    decode_tokens: int
+    num_extends: int
+    extend_pairs: int
+    new_tokens: int
+    moved_pages: int = 0
+
+
+def step_amounts(plan: StepPlan) -> StepAmounts:
+    """The amounts of a plan.
+
+    >>> step_amounts(StepPlan())
+    StepAmounts(num_decodes=0, decode_tokens=0, num_extends=0, extend_pairs=0, new_tokens=0, moved_pages=0)
+    """
+    decode_tokens = pairs = num_decodes = num_new = 0
+    for entry in plan.batch:
+        n = entry.num_new
+        num_new += n
+        if n == 1:
+            num_decodes += 1
+            decode_tokens += entry.num_before + 1
+        else:
+            pairs += n * entry.num_before + n * (n + 1) // 2
+    return StepAmounts(num_decodes, decode_tokens, len(plan.batch) - num_decodes, pairs, num_new, plan.num_moved_pages)
+
+
 @dataclass(frozen=True)
 class StepTimeModel:
     """Seconds of a step for one model, one page size and one set of coefficients."""
@@ -116,19 +152,14 @@ class StepTimeModel:
         """GPU time of a plan; 0 for an empty one."""
         if not plan.batch:
             return 0.0
-        decode_tokens = pairs = num_decodes = num_new = 0
-        for entry in plan.batch:
-            n = entry.num_new
-            num_new += n
-            if n == 1:
-                num_decodes += 1
-                decode_tokens += entry.num_before + 1
-            else:
-                pairs += n * entry.num_before + n * (n + 1) // 2
-        us = self.gpu.step_us + self._linear_us(num_new)
-        us += self._decode_us(decode_tokens) + self._extend_us(pairs)
-        us += plan.num_moved_pages * self.shape.bytes_per_page(self.page_size) / self.gpu.swap_gbps / 1e3
+        amounts = step_amounts(plan)
+        us = self.gpu.step_us + self._linear_us(amounts.new_tokens) + self.attention_us(amounts)
+        us += amounts.moved_pages * self.shape.bytes_per_page(self.page_size) / self.gpu.swap_gbps / 1e3
         return us / 1e6
+
+    def attention_us(self, amounts: StepAmounts) -> float:
+        """Attention of all layers, microseconds: what the `kernels` executor runs beside its stores."""
+        return self._decode_us(amounts.decode_tokens) + self._extend_us(amounts.extend_pairs)
 
     def _linear_us(self, num_tokens: int) -> float:
         weights = self.compute.parameters * ITEMSIZE["bfloat16"]
