@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from kvarena.allocators.interface import EventKind
 from kvarena.experiments.scenarios import ScenarioRunner
 from kvarena.experiments.upstream.ops import RandomRequests
 
@@ -23,19 +24,47 @@ class Runner(Protocol):
     def decide(self, op: dict[str, Any]) -> dict[str, Any]: ...
 
 
+class OurRunner(ScenarioRunner):
+    """Ours, which also knows `step`: one token for each of `ids` in one call, all or nothing."""
+
+    def decide(self, op: dict[str, Any]) -> dict[str, Any]:
+        if op["op"] != "step":
+            return super().decide(op)
+        self.allocator.events.drain()
+        line = self._step(op)
+        capacity = self.allocator.capacity()
+        evictions = (event for event in self.allocator.events.rows if event.kind is EventKind.EVICT)
+        evicted = [page for event in evictions for page in event.page_ids]
+        return line | {"free": capacity.free, "evictable": capacity.evictable, "evicted": evicted}
+
+    def _step(self, op: dict[str, Any]) -> dict[str, Any]:
+        seqs = [self.live[name] for name in op["ids"]]
+        for seq, token in zip(seqs, op["tokens"], strict=True):
+            seq.append(token)
+        reservations = self.allocator.reserve([(seq, 1) for seq in seqs])
+        if reservations is None:
+            for seq in seqs:
+                seq.pop()
+            return {"ok": False, "hit": 0, "new_pages": []}
+        self.allocator.commit([(seq, seq.num_tokens) for seq in seqs])
+        return {"ok": True, "hit": 0, "new_pages": [list(each.page_ids) for each in reservations]}
+
+
 @dataclass(frozen=True)
 class Setting:
     """One configuration of both sides.
 
-    header   of a scenario; `ours` are fields of our allocator's design on top of it
+    header   of a scenario, with `admission` and `need_sort` where the token design has them
+    ours     fields of our allocator's design on top of it
     keys     whether requests carry LoRAs, salts, images
+    batches  whether decodes also come as one call for several requests
     """
 
     name: str
     header: dict[str, Any]
     ours: dict[str, Any] = field(default_factory=dict)
     keys: bool = False
-    chunked: bool = True
+    batches: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +108,8 @@ class Upstream:
     kind: str
 
     def ours(self, setting: Setting) -> ScenarioRunner:
-        return ScenarioRunner.for_scenario(setting.header, self.kind, **setting.ours)
+        rules = {name: setting.header[name] for name in ("admission", "need_sort") if name in setting.header}
+        return OurRunner.for_scenario(setting.header, self.kind, **rules, **setting.ours)
 
 
 def compare(upstream: Upstream, setting: Setting, ops: int, first_seed: int = 0) -> Outcome:
@@ -98,7 +128,7 @@ def compare(upstream: Upstream, setting: Setting, ops: int, first_seed: int = 0)
 def _one_seed(
     upstream: Upstream, setting: Setting, seed: int, ops: int, met: dict[str, int]
 ) -> Iterator[Difference | None]:
-    requests = RandomRequests(seed, setting.header, keys=setting.keys, chunked=setting.chunked)
+    requests = RandomRequests(seed, setting.header, keys=setting.keys, batches=setting.batches)
     ours, theirs = upstream.ours(setting), upstream.theirs(setting.header)
     for number in range(1, ops + 1):
         op = requests.next()

@@ -12,7 +12,17 @@ from typing import Any
 
 VOCABULARY = 3
 MAX_LIVE = 6
-WEIGHTS = {"arrive": 8, "again": 2, "decode": 14, "run": 1, "finish": 3, "preempt": 2, "reset": 1, "stray": 0.3}
+WEIGHTS = {
+    "arrive": 8,
+    "again": 2,
+    "decode": 14,
+    "run": 1,
+    "step": 6,
+    "finish": 3,
+    "preempt": 2,
+    "reset": 1,
+    "stray": 0.3,
+}
 
 
 @dataclass
@@ -28,10 +38,10 @@ class RandomRequests:
 
     header   of a scenario: page_size, num_slots, max_model_len
     keys     requests may carry a LoRA, a salt, images
-    chunked  prompts may come in chunks
+    batches  there are `step` operations: one token for several requests in one call
     """
 
-    def __init__(self, seed: int, header: dict[str, Any], *, keys: bool, chunked: bool = True) -> None:
+    def __init__(self, seed: int, header: dict[str, Any], *, keys: bool, batches: bool = False) -> None:
         self.random = random.Random(seed)
         self.page_size: int = header["page_size"]
         pool = header["num_slots"] // self.page_size * self.page_size
@@ -39,7 +49,7 @@ class RandomRequests:
         self.longest = min(header["max_model_len"] - 2, pool + 2 * self.page_size)
         self.limit = header["max_model_len"]
         self.keys = keys
-        self.chunked = chunked
+        self.batches = batches
         self.live: dict[str, Known] = {}
         self.preempted: dict[str, Known] = {}
         self.before: list[Known] = []
@@ -66,6 +76,9 @@ class RandomRequests:
             self.live[op["id"]] = Known(list(op["tokens"]), op.get("key", {}))
         elif verb == "decode":
             self.live[op["id"]].tokens.append(op["token"])
+        elif verb == "step":
+            for name, token in zip(op["ids"], op["tokens"], strict=True):
+                self.live[name].tokens.append(token)
         elif verb in ("finish", "preempt"):
             known = self.live.pop(op["id"])
             self.before = [*self.before[-7:], known]
@@ -80,6 +93,8 @@ class RandomRequests:
             return len(self.live) < MAX_LIVE and bool(self.preempted)
         if name == "reset":
             return not self.live
+        if name == "step":
+            return self.batches and bool(self._growing())
         return name == "stray" or bool(self.live)
 
     def _arrive(self) -> dict[str, Any]:
@@ -97,7 +112,7 @@ class RandomRequests:
 
     def _arrival(self, name: str, known: Known) -> dict[str, Any]:
         op: dict[str, Any] = {"op": "arrive", "id": name, "tokens": list(known.tokens)}
-        if self.chunked and self.random.random() < 0.3:
+        if self.random.random() < 0.3:
             op["chunk"] = self.random.randint(1, 3 * self.page_size)
         return op | ({"key": known.key} if known.key else {})
 
@@ -147,6 +162,14 @@ class RandomRequests:
         steps = self.random.randint(1, 2 * self.page_size)
         self.running = [name for _ in range(min(steps, 40)) for name in reversed(self.live)]
         return self._decode_of(self.running.pop())
+
+    def _growing(self) -> list[str]:
+        return [name for name, known in self.live.items() if len(known.tokens) < self.limit - 1]
+
+    def _step(self) -> dict[str, Any]:
+        names = self._growing()
+        names = self.random.sample(names, self.random.randint(1, len(names)))
+        return {"op": "step", "ids": names, "tokens": [self.random.randrange(VOCABULARY) for _ in names]}
 
     def _finish(self) -> dict[str, Any]:
         return {"op": "finish", "id": self.random.choice(list(self.live))}
