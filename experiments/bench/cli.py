@@ -60,7 +60,7 @@ def allocators(
 @bench_app.command(epilog="Example: kvarena bench kernels --figures out/figures --saved results/h200/kernels.json")
 def kernels(
     part: Annotated[
-        str | None, typer.Option(help="What to run on this card: check, decode or rest; each under ten minutes.")
+        str | None, typer.Option(help="What to run on this card: check, decode, rest, safety or sanitize.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Results file; default results/CARD/kernels.json.")] = None,
     peers: Annotated[str, typer.Option(help="Kernels to run beside ours; what cannot be imported is skipped.")] = (
@@ -83,7 +83,7 @@ def kernels(
         from kvarena.experiments.bench.kernels import bench_kernels, default_out
 
         failed = bench_kernels(part, out, [name for name in peers.split(",") if name], budget)
-        saved = out or default_out()
+        saved = out or default_out(part)
     result = kernel_plots.load_kernels(saved or Path())
     if part is None:
         tables.print_tables(result, sys.stderr)

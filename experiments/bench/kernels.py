@@ -1,9 +1,10 @@
 """kvarena bench kernels: check the kernels on this card, then time them, beside peers and the card's own ceilings.
 
-    python -m kvarena.experiments.bench.kernels --part check|decode|rest [--out results/h200/kernels.json]
+    python -m kvarena.experiments.bench.kernels --part check|decode|rest|safety|sanitize [--out FILE]
 
 `check` runs odd cases with a poisoned pool; `decode` and `rest` gate each point again before they time it. Parts are
-merged into one file, so that each fits a ten-minute lease. Imports torch, triton, numpy and ours. A table for people
+merged into one file, so that each fits a ten-minute lease. `safety` (what kernels may never do, 10,000 random calls) and
+`sanitize` (compute-sanitizer) have files of their own. Imports torch, triton, numpy and ours. A table for people
 goes to stderr, JSON lines for programs to stdout.
 """
 
@@ -29,13 +30,17 @@ from kvarena.experiments.bench.checks import check_rows_of
 from kvarena.experiments.bench.memory_cells import host_rows, memory_cells, swap_rows
 from kvarena.experiments.bench.peers import PEERS, Peer, load_peers
 from kvarena.experiments.bench.runner import Cell, ClockLog, print_row, run_cell, warm_cells
+from kvarena.experiments.bench.safety import safety_rows
+from kvarena.experiments.bench.sanitize import sanitize_rows
 from kvarena.experiments.bench.tables import print_tables
 from kvarena.experiments.provenance import code_version
 from kvarena.kernels import extend_gluon
 
-PARTS = ("check", "decode", "rest")
+PARTS = ("check", "decode", "rest", "safety", "sanitize")
+OWN_FILE = {"safety": "safety.json", "sanitize": "sanitizer.json"}
 SCHEMA_VERSION = 1
-WORKERS = {"check": 16, "decode": 9, "rest": 9}  # timed parts hold pools of up to 11 GB a process
+# Processes that share the untimed work: timed parts hold pools of up to 11 GB each, so do far pages.
+WORKERS = {"check": 16, "decode": 9, "rest": 9, "safety": 10, "sanitize": 0}
 
 
 def provenance(skipped: dict[str, str]) -> dict[str, Any]:
@@ -67,7 +72,7 @@ def cells_of(part: str, peers: dict[str, Peer], dry: bool) -> Iterator[Cell]:
     """The graph-timed cells of a part, ceilings first."""
     decode_peers = [peers[name] for name in ("fa3", "flashinfer", "sdpa") if name in peers]
     extend_peers = [peers[name] for name in ("fa3",) if name in peers]
-    if part == "check":
+    if part not in ("decode", "rest"):
         return
     yield from ceiling_cells()
     if part == "decode":
@@ -125,10 +130,11 @@ def in_parallel(part: str) -> list[dict[str, Any]]:
 
 def work(part: str, index: int, count: int) -> None:
     """One process of `in_parallel`."""
-    if part != "check":
+    rows = {"check": check_rows_of, "safety": safety_rows}.get(part)
+    if rows is None:
         warm_cells(cells_of(part, {}, dry=True), index, count)
         return
-    for row in check_rows_of(index, count):
+    for row in rows(index, count):
         print_row(row)
 
 
@@ -151,9 +157,9 @@ def card_folder() -> str:
     return torch.cuda.get_device_name().removeprefix("NVIDIA").strip().lower().replace(" ", "-")
 
 
-def default_out() -> Path:
-    """results/<card>/kernels.json below the current folder."""
-    return Path("results") / card_folder() / "kernels.json"
+def default_out(part: str = "check") -> Path:
+    """results/<card>/kernels.json below the current folder; `safety` and `sanitize` have files of their own."""
+    return Path("results") / card_folder() / OWN_FILE.get(part, "kernels.json")
 
 
 def bench_kernels(part: str, out: Path | None, peer_names: Sequence[str], budget_s: float = 540) -> int:
@@ -163,13 +169,13 @@ def bench_kernels(part: str, out: Path | None, peer_names: Sequence[str], budget
     if part not in PARTS:
         raise ValueError(f"--part: expected one of {', '.join(PARTS)}, found {part!r}")
     started = time.time()
-    rows = in_parallel(part)
+    rows = list(sanitize_rows()) if part == "sanitize" else in_parallel(part)
     for row in rows:
         print_row(row)
     print(f"{part}: untimed work took {time.time() - started:.0f} s", file=sys.stderr)
-    peers, skipped = load_peers(list(peer_names) if part != "check" else [])
+    peers, skipped = load_peers(list(peer_names) if part in ("decode", "rest") else [])
     rows += run_part(part, peers, budget_s - (time.time() - started))
-    whole = merge(out or default_out(), part, rows, provenance(skipped))
+    whole = merge(out or default_out(part), part, rows, provenance(skipped))
     print_tables(whole, sys.stderr)
     errors = [row for row in rows if "error" in row]
     for row in errors:
