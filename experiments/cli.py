@@ -11,6 +11,7 @@ import typer
 from kvarena.experiments.bench.cli import bench_app
 from kvarena.experiments.claims.commands import add_claims_command
 from kvarena.experiments.commands import add_commands
+from kvarena.experiments.diagram_commands import add_diagram_command
 from kvarena.experiments.engine.commands import add_run_command
 from kvarena.experiments.fork_commands import add_fork_command
 from kvarena.experiments.insight_commands import add_insight_commands
@@ -83,6 +84,7 @@ add_study_commands(app)
 add_resample_command(app)
 add_claims_command(app)
 add_paper_command(app)
+add_diagram_command(app)
 add_fork_command(app)
 add_ladder_command(app)
 add_insight_commands(app)

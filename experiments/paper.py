@@ -16,9 +16,9 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 LIST = Path("docs/paper.toml")
 ARTIFACT = Path("ARTIFACT.md")
@@ -33,7 +33,7 @@ class Item(BaseModel):
     target: str
     redraw: tuple[str, ...]
     makes: str
-    inputs: Annotated[tuple[str, ...], Field(min_length=1)]
+    inputs: tuple[str, ...]
     rerun: tuple[str, ...]
     machine: str
     minutes: float
