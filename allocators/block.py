@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
-from kvarena.allocators import block_fork
+from kvarena.allocators import block_fork, block_publish, block_room
 from kvarena.allocators._arguments import check_reason, refuse_twice, whole
 from kvarena.allocators.block_batch import BlockDecodeBatch
 from kvarena.allocators.block_check import describe, problems
@@ -94,7 +94,7 @@ class BlockAllocator(KVAllocator):
         # vLLM 0.32.0: at least the last token is computed, so a fully cached prompt gives its last page up.
         row = self._store.lookup(seq, (seq.num_prefill_tokens - self.design.last_token_rule) // self.page_size)
         gate = gate or self.design.gate
-        if gate.whole_prompt and not self._has_room(row, gate):
+        if gate.whole_prompt and not block_room.fits(self, row, gate):
             return None
         row.headroom = gate.headroom if gate.page_rounded else 0
         self._pins[seq.request_id] = row
@@ -105,20 +105,6 @@ class BlockAllocator(KVAllocator):
         """How much of the sequence is cached, its last token included. Changes nothing."""
         pages = self._store.lookup(seq, seq.num_tokens // self.page_size).pages
         return Match(len(pages) * self.page_size, tuple(pages))
-
-    def _has_room(self, row: Row, gate: Gate) -> bool:
-        idle, queued, num_tokens = self._store.num_idle([row]), self._store.queued, row.seq.num_prefill_tokens
-        if gate.page_rounded:
-            need = -(-num_tokens // self.page_size) - row.adopted + idle
-            if self._window is not None:
-                need = min(need, self._window.admission_cap(gate, need))
-            need, room = need + gate.headroom, queued
-        else:
-            need, room = num_tokens - row.committed + gate.headroom, (queued - idle) * self.page_size
-        fits = need < room if gate.strict else need <= room
-        if not fits and self.events.enabled:
-            self.events.add(EventKind.REFUSE, row.seq.request_id, (), f"gate: needs {need}, has {room}")
-        return fits
 
     # reserve
 
@@ -145,7 +131,7 @@ class BlockAllocator(KVAllocator):
         return self._serve_all(work, answers) if work else answers
 
     def _serve_all(self, work: list[Plan], answers: list[Reservation]) -> list[Reservation] | None:
-        served = self._num_served(work)
+        served = block_room.num_served(self, work)
         if served < len(work):
             self._refuse(work, served)
             return None
@@ -173,22 +159,6 @@ class BlockAllocator(KVAllocator):
         if self._window is not None and row.seq.request_id in self._rows:
             plan.low, plan.high = self._window.left_behind(row.committed, row.pages)
         return plan
-
-    def _num_served(self, work: list[Plan]) -> int:
-        """How many plans fit, in order. Counts the pages that pins hold and that windows free on the way."""
-        room = self._store.queued
-        unheld = [row for row in self._pins.values() if not row.held] if self._pins else []
-        if unheld:
-            room -= self._store.num_idle(unheld)
-        dropped: dict[int, int] = {}
-        for number, plan in enumerate(work):
-            for page in plan.row.pages[plan.low : plan.high] if plan.low < plan.high else ():
-                dropped[page] = dropped.get(page, 0) + 1
-                room += dropped[page] == self._store.num_holders(page) + sum(page in row.pages for row in unheld)
-            if plan.take + (0 if plan.row.held else plan.row.headroom) > room:
-                return number
-            room -= plan.take
-        return len(work)
 
     def _refuse(self, work: list[Plan], served: int) -> None:
         for plan in work[: served + 1]:
@@ -223,18 +193,11 @@ class BlockAllocator(KVAllocator):
         freed = self._drop_left_behind(plan) if plan.low < plan.high else ()
         taken, evicted = self._take(row, plan.take) if plan.take else (NO_PAGES, ())
         fills_a_page = row.publishes and plan.end >= (row.published + 1) * self.page_size
-        duplicates = self._publish(row, plan.end) if fills_a_page else ()
-        row.settled = self._settled(row)
+        duplicates = block_publish.publish(self, row, plan.end) if fills_a_page else ()
+        row.settled = block_publish.settled(self, row)
         if not (taken or duplicates or plan.low < plan.high):
             return row.nothing_new()
         return Reservation(row.seq, taken or array("i"), (), evicted, freed, duplicates, (plan.low, plan.high))
-
-    def _settled(self, row: Row) -> int:
-        """Tokens up to which a `reserve` for this row finds nothing to do: no page to take, publish or drop."""
-        if self._window is not None:
-            return 0
-        num_pages, size = len(row.pages), self.page_size
-        return (row.published + 1) * size - 1 if row.publishes and row.published < num_pages else num_pages * size
 
     def _take(self, row: Row, count: int) -> tuple[array[int], PageIds]:
         taken, evicted = self._store.take(row, count)
@@ -251,39 +214,6 @@ class BlockAllocator(KVAllocator):
         if self.events.enabled:
             self.events.add(EventKind.RELEASE, plan.row.seq.request_id, pages[::-1], "window")
         return freed
-
-    # publish
-
-    def _publish(self, row: Row, end: int) -> PageIds:
-        """Offer the full pages of tokens [0, end) that are known to the cache; returns the duplicates among them."""
-        seq = row.seq
-        full = min(end, seq.num_tokens) // self.page_size
-        if seq.page_hashes is not None:
-            full = min(full, len(seq.page_hashes))
-        start = row.published
-        if self._open and (shared := block_fork.first_open(self, row)) is not None:
-            full = min(full, shared)
-        if full <= start:
-            return ()
-        if self._window is None:
-            duplicates = self._publish_pages(row, start, full)
-        else:
-            duplicates = tuple(
-                page
-                for position in range(start, full)
-                if row.pages[position] and self._window.retains(position, seq.num_prompt_tokens)
-                for page in self._publish_pages(row, position, position + 1)
-            )
-        row.published = full
-        return duplicates
-
-    def _publish_pages(self, row: Row, start: int, end: int) -> PageIds:
-        duplicates = self._store.publish(row, start, end)
-        if self.events.enabled:
-            self.events.add(EventKind.PUBLISH, row.seq.request_id, row.pages[start:end])
-            if duplicates:
-                self.events.add(EventKind.DUPLICATE, row.seq.request_id, duplicates)
-        return duplicates
 
     # commit, release
 
@@ -313,8 +243,8 @@ class BlockAllocator(KVAllocator):
         if n > seq.num_computed_tokens:
             seq.num_computed_tokens = n
         elif row.publishes and n >= (row.published + 1) * self.page_size:
-            duplicates = self._publish(row, n)
-            row.settled = self._settled(row)
+            duplicates = block_publish.publish(self, row, n)
+            row.settled = block_publish.settled(self, row)
         if n > row.committed:
             self._wasted -= n - row.committed
             row.committed = n
@@ -338,7 +268,7 @@ class BlockAllocator(KVAllocator):
             if not row.held:
                 continue
             if reason is ABORT:
-                evicted = _joined(evicted, self._unpublish(row))
+                evicted = _joined(evicted, block_publish.unpublish(self, row))
             without_content, with_content = self._store.let_go(row)
             freed = _joined(freed, without_content) if freed else without_content
             cached = _joined(cached, with_content) if cached else with_content
@@ -365,17 +295,6 @@ class BlockAllocator(KVAllocator):
             if row.batch is not None:
                 row.leave_batch()
         seq.num_computed_tokens = 0
-
-    def _unpublish(self, row: Row) -> PageIds:
-        start = max(row.adopted, row.committed // self.page_size)
-        if start >= row.published:
-            return ()
-        if self._pins:  # a pin may name these pages: hold them before they lose their content
-            self._hold_pins([])
-        dropped = self._store.unpublish(row, start)
-        if dropped and self.events.enabled:
-            self.events.add(EventKind.EVICT, row.seq.request_id, dropped, "abort")
-        return dropped
 
     # decode batches
 

@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kvarena.allocators import block_publish
 from kvarena.allocators.block_rows import Row
 from kvarena.allocators.fork_rules import check_child, check_range, shared_tokens, start_child
 from kvarena.allocators.interface import Commit, EventKind, Fork, PageCopy, PageIds, Sequence
@@ -72,18 +73,9 @@ def prepare_write(allocator: BlockAllocator, seq: Sequence, start: int, end: int
     return list(copies)
 
 
-def first_open(allocator: BlockAllocator, row: Row) -> int | None:
-    """Position of the page that must not be published or written yet, since others hold it."""
-    position = allocator._open.get(row.seq.request_id)
-    if position is not None and allocator._store.num_holders(row.pages[position]) == 1:
-        del allocator._open[row.seq.request_id]
-        return None
-    return position
-
-
 def check_written(allocator: BlockAllocator, row: Row, num_tokens: int) -> None:
     """Raise ValueError when `num_tokens` tokens cannot have been written without harm to the others."""
-    if num_tokens <= row.committed or first_open(allocator, row) is None:
+    if num_tokens <= row.committed or block_publish.first_open(allocator, row) is None:
         return
     raise ValueError(
         f"request {row.seq.request_id!r}: commits {num_tokens} tokens, of which those from {row.committed} on lie in a "
@@ -143,6 +135,6 @@ def _copy(
 
 
 def _publish(allocator: BlockAllocator, row: Row, end: int) -> PageIds:
-    duplicates: PageIds = allocator._publish(row, end) if row.publishes else array("i")
-    row.settled = allocator._settled(row)
+    duplicates: PageIds = block_publish.publish(allocator, row, end) if row.publishes else array("i")
+    row.settled = block_publish.settled(allocator, row)
     return duplicates
