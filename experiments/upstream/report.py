@@ -22,7 +22,7 @@ def compare_all(package: str, path: Path | None, *, ops: int, seed: int, only: l
     """
     try:
         upstream = load(package, path)
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:  # or a dependency of it that does not fit this machine
         return f"{package} {VERSIONS[package]} cannot be imported ({error}); see --path, KVARENA_PEERS, extra: peers"
     chosen = [each for each in upstream.settings if not only or any(word in each.name for word in only)]
     if not chosen:

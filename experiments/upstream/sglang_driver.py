@@ -15,7 +15,7 @@ from typing import Any
 
 from kvarena.experiments.scenarios import RETRACT_DECODE_STEPS
 from kvarena.experiments.upstream.compare import Setting, Upstream
-from kvarena.experiments.upstream.stubs import Finder, install, version_of
+from kvarena.experiments.upstream.stubs import Finder, install, names_of, version_of
 
 REAL = (
     "sglang.srt.mem_cache",
@@ -69,16 +69,13 @@ def load(root: Path | None) -> SimpleNamespace:
             is_pin_memory_available=lambda device=None: False,
             is_cuda=lambda: False,
         )
-        given = {
+        given: dict[str, dict[str, Any]] = {
             "sglang.srt.platforms": {"current_platform": platform},
             "msgspec": {"Struct": Struct, "field": dataclasses.field},
         }
         install(Finder(root, "sglang", _is_real, given, ABSENT))
     torch.set_num_threads(1)  # waking a second one costs more than these small tensors
-    found: dict[str, Any] = {"torch": torch}
-    for module, names in NAMES.items():
-        loaded = importlib.import_module(module)
-        found |= {name: getattr(loaded, name) for name in names}
+    found = names_of(NAMES) | {"torch": torch}
     found["allocation"] = importlib.import_module("sglang.srt.mem_cache.allocation")
     return SimpleNamespace(**found, version=version_of("sglang", root))
 

@@ -11,6 +11,7 @@ a collection: arithmetic, iteration, comparison and truth of one raise TypeError
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -173,3 +174,15 @@ def version_of(package: str, root: Path | None) -> str:
         if match:
             return match[1]
     return "unknown"
+
+
+def names_of(modules: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    """The named objects of these modules. ImportError: a version has no such module or name."""
+    found: dict[str, Any] = {}
+    for module, names in modules.items():
+        loaded = importlib.import_module(module)
+        missing = [name for name in names if isinstance(getattr(loaded, name, None), _StandInType | None)]
+        if missing:
+            raise ImportError(f"{module} has no {', '.join(missing)}")
+        found |= {name: getattr(loaded, name) for name in names}
+    return found

@@ -7,13 +7,12 @@ version either answers the same calls or the comparison ends with what it raised
 from __future__ import annotations
 
 import bisect
-import importlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from kvarena.experiments.upstream.compare import Setting, Upstream
-from kvarena.experiments.upstream.stubs import Finder, install, version_of
+from kvarena.experiments.upstream.stubs import Finder, install, names_of, version_of
 
 REAL = (
     "vllm.v1.core",
@@ -50,7 +49,7 @@ def load(root: Path | None) -> SimpleNamespace:
     if root is not None and not (root / "vllm" / "v1" / "core").is_dir():
         raise ImportError(f"{root} holds no vllm/v1/core")
     if root is not None:
-        given = {
+        given: dict[str, dict[str, Any]] = {
             "vllm.multimodal.utils": {"get_mm_features_in_window": _items_in},
             "vllm.utils": {"length_from_prompt_token_ids_or_embeds": lambda ids, embeds: len(ids)},
             "vllm.v1.structured_output.request": {
@@ -59,10 +58,7 @@ def load(root: Path | None) -> SimpleNamespace:
             "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
         }
         install(Finder(root, "vllm", _is_real, given, ABSENT))
-    found: dict[str, Any] = {"torch": torch}
-    for module, names in NAMES.items():
-        loaded = importlib.import_module(module)
-        found |= {name: getattr(loaded, name) for name in names}
+    found = names_of(NAMES) | {"torch": torch}
     return SimpleNamespace(**found, version=version_of("vllm", root))
 
 
