@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Iterable
 from typing import ClassVar
 
-from kvarena.allocators import token_fork
+from kvarena.allocators import token_fork, token_publish
 from kvarena.allocators._arguments import check_reason, refuse_twice, whole
 from kvarena.allocators.config import Design
 from kvarena.allocators.free_slots import FreePages
@@ -165,7 +165,7 @@ class TokenAllocator(KVAllocator):
                     f"{len(row.page_ids) * self.page_size} slots are reserved"
                 )
         group = array("i")
-        commits = [self._commit_one(row, n, group) for row, n in plan]
+        commits = [token_publish.commit(self, row, n, group) for row, n in plan]
         if group:
             self._free.free(group)
         return commits
@@ -187,7 +187,7 @@ class TokenAllocator(KVAllocator):
         duplicates = array("i")
         for row in rows:
             if reason is FINISH and row.admitted:
-                given = self._finish(row, duplicates)
+                given = token_publish.finish(self, row, duplicates)
                 group.append(given)
             else:
                 given = row.page_ids[row.protected :]
@@ -369,71 +369,3 @@ class TokenAllocator(KVAllocator):
             self._refuse(row.seq, "no room")
             if not row.admitted:
                 self._drop(row)
-
-    # --- publishing ---
-
-    def _commit_one(self, row: Row, n: int, group: array[int]) -> Commit:
-        seq = row.seq
-        if n > seq.num_computed_tokens:
-            seq.num_computed_tokens = n
-        if row.prefilled:
-            return Commit(seq)
-        row.prefilled = n >= seq.num_prefill_tokens
-        before = row.protected
-        runs, new_from = self._checkpoint(row, min(n, seq.num_prefill_tokens))
-        published = row.page_ids[new_from : row.protected]
-        duplicates = join(runs)
-        if row.prefilled:
-            group += duplicates
-        else:
-            for run in runs:
-                self._free.free(run)
-        if self.events.enabled:
-            self._note_checkpoint(seq, published, duplicates)
-        return Commit(seq, published, (), duplicates, duplicates, (before, new_from) if runs else (0, 0))
-
-    def _checkpoint(self, row: Row, num_tokens: int) -> tuple[list[array[int]], int]:
-        """Publish the whole pages of the first `num_tokens` tokens (SGLang 0.5.22: checkpoint).
-
-        Returns the duplicates, a run a node, and the page from which on the tree had nothing. Starts at the locked
-        node: what lies above it is the tree's and held.
-        """
-        if not self._prefix_cache:
-            return [], row.protected
-        seq, start, old = row.seq, row.protected, row.node
-        end = self._keys.num_pages(seq, num_tokens)
-        if end <= start and row.checkpointed:
-            self.tree.touch(old)
-            return [], start
-        end = max(end, start)
-        key = self._keys.key(seq, start, end)
-        row.node, runs, new_from = self.tree.insert(old, key, row.width, row.page_ids, start)
-        row.protected = end
-        if self.tree.order.uses_hits:
-            self.tree.count_hit(row.node, until=old if row.checkpointed else None)
-        row.checkpointed = True
-        if seq.num_prompt_tokens < num_tokens:
-            prompt = seq.num_prompt_tokens // self.page_size
-            if 0 < prompt < end and (prompt != start or self.tree.order.uses_priority):
-                self.tree.border(row.node, end, prompt)
-        return runs, new_from
-
-    def _finish(self, row: Row, duplicates: array[int]) -> array[int]:
-        """Publish all that is computed; returns the pages to free: duplicates (noted in `duplicates`), then tail."""
-        seq = row.seq
-        computed = min(seq.num_computed_tokens, seq.num_tokens, len(row.page_ids) * self.page_size)
-        if computed > seq.num_prefill_tokens:
-            self._keys.refuse_reserved(seq, seq.num_prefill_tokens)
-        runs, new_from = self._checkpoint(row, computed)
-        given = join(runs)
-        if self.events.enabled:
-            self._note_checkpoint(seq, row.page_ids[new_from : row.protected], given)
-        duplicates += given
-        given += row.page_ids[row.protected :]
-        return given
-
-    def _note_checkpoint(self, seq: Sequence, published: array[int], duplicates: array[int]) -> None:
-        if published:
-            self.events.add(EventKind.PUBLISH, seq.request_id, published)
-        if duplicates:
-            self.events.add(EventKind.DUPLICATE, seq.request_id, duplicates)

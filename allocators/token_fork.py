@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvarena.allocators import token_publish
 from kvarena.allocators.fork_rules import check_child, check_range, shared_tokens, start_child
 from kvarena.allocators.interface import Commit, EventKind, Fork, PageCopy, Sequence
 from kvarena.allocators.token_row import Row, join
@@ -90,10 +91,10 @@ def _fits(allocator: TokenAllocator, child: Sequence, count: int) -> bool:
 
 def _checkpoint(allocator: TokenAllocator, row: Row, computed: int) -> Commit:
     before = row.protected
-    runs, new_from = allocator._checkpoint(row, computed)
+    runs, new_from = token_publish.checkpoint(allocator, row, computed)
     published, duplicates = row.page_ids[new_from : row.protected], join(runs)
     if duplicates:
         allocator._free.free(duplicates)
     if allocator.events.enabled:
-        allocator._note_checkpoint(row.seq, published, duplicates)
+        token_publish.note(allocator, row.seq, published, duplicates)
     return Commit(row.seq, published, (), duplicates, duplicates, (before, new_from) if runs else (0, 0))
