@@ -1,70 +1,48 @@
-"""Concurrent requests that really fit on the card: bursts through the engine over pools that fill it.
+"""Concurrent requests that really fit on the card: the capacity study's bursts over pools that fill it.
 
-A model of the given shape lies on the card, and a profile pass says what a step needs beside KV. Then each design is
-sized as `capacity_sizing` says, from the measured weights and workspace, its pool and its tables are allocated, and a
-burst of as many requests as the closed form promises (`capacity_law`) runs over them, until its demand has passed its
-peak: scheduler, allocator, page table, its upload, store and attention. Every step computes one layer; in the fuller
-half of the pool, whenever the pages in use have grown by 2 % of it, a step computes all layers. A burst of one more
-must not be carried; where the promise is wrong, the search goes on from there. All designs run under the `vllm` policy,
-so that they differ in memory alone. A row holds the bytes, line by line as sized and as allocated.
+A model of the given shape lies on the card, and a profile pass says what a step needs beside KV; the cells of
+`capacity_plan` are sized with these measured bytes. Then each design's pool and tables are allocated, and bursts run
+over them as `capacity.measure` runs them, until their demand has passed its peak: scheduler, allocator, page table, its
+upload, store and attention. Every step computes one layer; in the fuller half of the pool, whenever the pages in use
+have grown by 2 % of it, a step computes all layers. The result is a file that `kvarena capacity --measured` reads; each
+cell says what was allocated, line by line.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from kvarena.allocators.config import make_allocator
 from kvarena.allocators.interface import KVAllocator
-from kvarena.experiments.capacity_law import Rules, demand, prefill_ends
-from kvarena.experiments.capacity_law import capacity as promised
-from kvarena.experiments.capacity_loads import Load, first
+from kvarena.experiments.capacity import Cell, Found
+from kvarena.experiments.capacity_card import measured_cell
+from kvarena.experiments.capacity_law import Rules, demand, largest, prefill_ends
+from kvarena.experiments.capacity_loads import Load
 from kvarena.experiments.capacity_run import Burst, run_burst
-from kvarena.experiments.capacity_sizing import Card, Server, Sizing, deployed_sglang, deployed_vllm, equal_bytes
+from kvarena.experiments.capacity_sizing import Card
 from kvarena.experiments.engine.backends import Step
 from kvarena.experiments.engine.executors import HiddenOutputs
 from kvarena.experiments.engine.kernel_executor import KernelExecutor
 from kvarena.experiments.engine.paged_memory import KVShape, MemoryOptions
 from kvarena.experiments.engine.scheduler import SchedulerConfig, StepPlan
-from kvarena.experiments.engine.step_time import StepTimeModel, compute_of
-from kvarena.experiments.models import ModelShape
+from kvarena.experiments.engine.step_time import GpuTimes, compute_of
+from kvarena.experiments.specs import allocator_entry
 
-Panel = Literal["equal bytes", "as deployed"]
-PANELS: tuple[Panel, ...] = ("equal bytes", "as deployed")
-DESIGNS: dict[str, dict[str, Any]] = {
-    "block, 16": {"kind": "block", "page_size": 16},
-    "block, 32": {"kind": "block", "page_size": 32},
-    "block, 64": {"kind": "block", "page_size": 64},
-    "token, 1": {"kind": "token", "page_size": 1},
-    "token, 16": {"kind": "token", "page_size": 16},
-    "token, 64": {"kind": "token", "page_size": 64},
-    "contiguous": {"kind": "contiguous", "page_size": 16, "sizing": "max"},
-}
 ALL_LAYERS_EVERY = 0.02  # share of the pool by which the pages in use have grown
-TRIES = 6  # bursts on either side of the promise
 BEHIND_PEAK = 25  # steps for which a burst goes on behind the peak of its demand
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where bursts run: the card with what is on it, the server's limits, the model's shape, the kernels."""
+    """Where bursts run: device and kernels."""
 
-    card: Card
-    server: Server
-    shape: ModelShape
-    num_heads: int
     device: str = "cuda"
     backend: str = "triton"
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def kv(self) -> KVShape:
-        return KVShape(self.shape.num_layers, self.shape.num_kv_heads, self.shape.head_dim)
 
 
 def profile(model: Any, device: str, tokens: int, total_bytes: int | None = None) -> Card:
@@ -88,66 +66,26 @@ def profile(model: Any, device: str, tokens: int, total_bytes: int | None = None
     return Card(torch.cuda.get_device_name(), total, weights, peak)
 
 
-def sizing(panel: Panel, design: str, place: Place) -> Sizing:
-    """Pages and tables of a design. As deployed, contiguous is sized as vLLM sizes a card: it has no upstream."""
-    spec, server = DESIGNS[design], place.server
-    kind, size = spec["kind"], spec["page_size"]
-    if panel == "equal bytes":
-        return equal_bytes(place.card, kind, size, place.shape, server)
-    if kind == "token":
-        return deployed_sglang(place.card, size, place.shape, server)
-    return deployed_vllm(place.card, kind, size, place.shape, replace(server, rows=min(server.rows, 1024)))
+def rows(cells: list[Cell], place: Place) -> Iterator[dict[str, Any]]:
+    """A row for each cell, as `capacity_card.write_measured` writes them."""
+    for cell in cells:
+        start = time.perf_counter()
+        found, used = measured(cell, place)
+        yield measured_cell(found, used, time.perf_counter() - start)
 
 
-def rows(place: Place, loads: list[Load], shard: int = 0, shards: int = 1) -> Iterator[dict[str, Any]]:
-    """A row for each panel, design and load: those whose number is `shard` modulo `shards`.
+def measured(cell: Cell, place: Place) -> tuple[Found, dict[str, Any]]:
+    """The largest burst carried, from the prediction on, and what was on the card for it."""
+    tried: dict[int, tuple[Burst, dict[str, Any]]] = {}
 
-    A CPU has the first panel alone: SGLang's rule keeps gigabytes of a card free, more than stand for one there.
-    """
-    panels = PANELS[:1] if place.device == "cpu" else PANELS
-    cells = [(panel, design, load) for panel in panels for load in loads for design in DESIGNS]
-    for cell in cells[shard::shards]:
-        yield measured(*cell, place)
+    def carried(size: int) -> bool:
+        if size not in tried:
+            tried[size] = _burst(until_peak(cell.burst(size), cell.rules), cell, place)
+        return tried[size][0].carried
 
-
-def measured(panel: Panel, design: str, load: Load, place: Place) -> dict[str, Any]:
-    """One cell: the promise, what was carried, and the bytes."""
-    size = sizing(panel, design, place)
-    spec = dict(DESIGNS[design])
-    if spec["kind"] == "contiguous":
-        spec["max_model_len"] = place.server.max_model_len
-    rules = _rules(size, spec, place)
-    law = promised(load, rules)
-    start = time.perf_counter()
-    largest, burst, used = _search(law, load, rules, lambda part: _burst(part, spec, size, place))
-    return {
-        "panel": panel,
-        "load": load.shape.name,
-        "design": design,
-        "sizing": size.lines(),
-        "promised": law,
-        "measured": largest,
-        "seconds": round(time.perf_counter() - start, 1),
-        **({} if burst is None else {"carried": burst.row()}),
-        **used,
-    }
-
-
-def _rules(size: Sizing, spec: dict[str, Any], place: Place) -> Rules:
-    contiguous = spec["kind"] == "contiguous"
-    return Rules(
-        num_pages=size.num_pages,
-        page_size=size.page_size,
-        shares=not contiguous,
-        sizing="max" if contiguous else "pages",
-        rows=size.rows,
-        step_tokens=place.server.step_tokens,
-        chunk_tokens=place.server.chunk_tokens,
-        max_model_len=place.server.max_model_len,
-    )
-
-
-Attempt = tuple[Burst, dict[str, Any]]
+    high = largest(carried, cell.limits.max_num_seqs + 1, cell.predicted)
+    bursts = tuple(tried[size][0] for size in (high, high + 1) if size in tried)
+    return Found(cell, high, tried[high + 1][0].stopped, bursts), tried[high][1] if high else {}
 
 
 def until_peak(load: Load, rules: Rules) -> Load:
@@ -161,63 +99,49 @@ def until_peak(load: Load, rules: Rules) -> Load:
     return replace(load, requests=requests, outputs=outputs)
 
 
-def _search(
-    law: int, load: Load, rules: Rules, run: Callable[[Load], Attempt]
-) -> tuple[int | None, Burst | None, dict[str, Any]]:
-    """(largest burst carried, its outcome, its bytes): from the promise up while bursts are carried, else down.
-
-    None where the largest is further off than the tries go.
-    """
-    size, best = max(law, 1), None
-    for _ in range(TRIES):
-        if not 1 <= size <= len(load):
-            break
-        burst, used = run(until_peak(first(load, size), rules))
-        if burst.carried:
-            best = (size, burst, used)
-            size += 1
-        elif best is not None:
-            return best[0], best[1], {**best[2], "refused": {"size": size, "stopped": burst.stopped}}
-        else:
-            size -= 1
-    return (None, None, {}) if best is None else (best[0], best[1], best[2])
-
-
-def _burst(load: Load, spec: dict[str, Any], size: Sizing, place: Place) -> Attempt:
-    allocator = make_allocator(spec, num_pages=size.num_pages)
-    server = place.server
-    limits = SchedulerConfig(
-        max_num_batched_tokens=max(server.step_tokens, size.rows),
-        max_num_seqs=size.rows,
-        max_model_len=server.max_model_len,
-        result_lag=1,
-    )
-    model = StepTimeModel(place.shape, compute_of("llama-3-8b", place.shape), size.page_size)
+def _burst(load: Load, cell: Cell, place: Place) -> tuple[Burst, dict[str, Any]]:
     made: list[_FullCard] = []
 
     def make_executor(inner: KVAllocator, outputs: HiddenOutputs, config: SchedulerConfig) -> _FullCard:
-        made.append(_FullCard(inner, outputs, config, place))
+        made.append(_FullCard(inner, outputs, config, cell, place))
         return made[0]
 
-    burst = run_burst(load, allocator, "vllm", limits, model, stop_early=True, make_executor=make_executor)
+    allocator = allocator_entry(cell.spec).build(cell.sizing.num_pages)
+    burst = run_burst(
+        load,
+        allocator,
+        cell.policy,
+        cell.limits,
+        cell.step_times(GpuTimes()),
+        declared=cell.declared,
+        stop_early=True,
+        make_executor=make_executor,
+    )
     used = made[0].used()
     made.clear()
     gc.collect()
     if place.device != "cpu":
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     return burst, used
 
 
 class _FullCard(KernelExecutor):
     """Real pool and page table; one layer a step, all layers when the pool is fuller than ever by 2 %."""
 
-    def __init__(self, inner: KVAllocator, outputs: HiddenOutputs, limits: SchedulerConfig, place: Place) -> None:
+    def __init__(
+        self, inner: KVAllocator, outputs: HiddenOutputs, limits: SchedulerConfig, cell: Cell, place: Place
+    ) -> None:
         before = _allocated(place.device)
         table = "req_to_token" if inner.kind == "token" else "block_table"
-        options = MemoryOptions(backend=place.backend, table=table, dtype=place.dtype, device=place.device)  # type: ignore[arg-type]
+        dtype, shape = getattr(torch, cell.shape.dtype), cell.shape
+        options = MemoryOptions(backend=place.backend, table=table, dtype=dtype, device=place.device)  # type: ignore[arg-type]
         # A burst has no request that waits for a row, so rows for those who run are enough.
         rows = replace(limits, max_num_seqs=-(-limits.max_num_seqs // 2))
-        super().__init__(inner, outputs, place.kv, place.num_heads, rows, options)
+        heads = compute_of(cell.model, shape).num_heads if place.device != "cpu" else shape.num_kv_heads
+        super().__init__(
+            inner, outputs, KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim), heads, rows, options
+        )
         self.place, self.before, self.after = place, before, _allocated(place.device)
         self.full_at, self.full_steps, self.full_us, self.finite = inner.num_pages // 2, 0, 0.0, True
 

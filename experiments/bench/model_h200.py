@@ -19,20 +19,20 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from kvarena.experiments.bench import model_capacity, model_decode, model_match, model_steps
-from kvarena.experiments.capacity_loads import LOADS, make_load
-from kvarena.experiments.capacity_sizing import Server
+from kvarena.experiments.capacity import DESIGNS, PANELS, capacity_plan, small_card
+from kvarena.experiments.capacity_card import write_measured
+from kvarena.experiments.capacity_loads import LOADS
 from kvarena.experiments.engine.paged_memory import KVShape
-from kvarena.experiments.models import ModelShape, model_shape
 
 PARTS = ("decode", "linear", "steps", "capacity", "match")
-BURST = 2048  # requests of a load, more than fit
+MERGED = ("decode", "linear", "match")
 
 
 def run_decode(options: argparse.Namespace) -> dict[str, Any]:
@@ -80,28 +80,32 @@ def run_steps(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_capacity(options: argparse.Namespace) -> dict[str, Any]:
-    """This shard of the cells."""
-    cpu = options.device == "cpu"
+    """This shard of the cells, written as they come: the file that `kvarena capacity --measured` reads."""
     model = _model(options)
-    server = Server(64, 17_000, 4096, 512, 8) if cpu else Server()
-    # A CPU stands for a card of a few thousand tokens.
-    card = model_capacity.profile(model, options.device, server.step_tokens, 2**22 + 2**21 if cpu else None)
-    shape = ModelShape(num_layers=1, num_kv_heads=1, head_dim=16, dtype="float32") if cpu else model_shape("llama-3-8b")
-    dtype, backend = (torch.float32, "torch") if cpu else (torch.bfloat16, "triton")
-    place = model_capacity.Place(card, server, shape, 1 if cpu else 32, options.device, backend, dtype)
-    rows = []
-    names = list(LOADS)[::2] if cpu else list(LOADS)
-    loads = [make_load(name, 16 if cpu else BURST) for name in names]
+    card = model_capacity.profile(model, options.device, 8192)
+    if options.device == "cpu":
+        cells = capacity_plan(
+            {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "dtype": "float32"},  # type: ignore[arg-type]
+            on=small_card("CPU", 6),
+            panels=["equal"],
+            loads=["chat", "shared"],
+            rows=64,
+            max_model_len=17_000,
+        )
+    else:
+        cells = capacity_plan("llama-3-8b", on=card)
+    place = model_capacity.Place(options.device, options.backend)
+    found = []
     shard, shards = options.shard
-    for row in model_capacity.rows(place, loads, shard, shards):
-        rows.append(row)
+    for row in model_capacity.rows(cells[shard::shards], place):
+        found.append(row)
         print(
-            f"{row['panel']:>12} {row['load']:>7} {row['design']:>10}: promised {row['promised']}, measured "
-            f"{row['measured']}, {row['sizing']['num_pages']} pages, {row['seconds']} s",
+            f"{row['panel']}/{row['load']}/{row['design']}: predicted {row['predicted']}, measured {row['measured']}, "
+            f"{row['num_pages']} pages, {row['wall_s']} s",
             flush=True,
         )
-        _write(options, f"capacity{shard}", {"card": asdict(card), "server": asdict(server), "rows": rows})
-    return {"card": asdict(card), "server": asdict(server), "rows": rows}
+        _write(options, f"capacity{shard}", {"card": asdict(card), "cells": found})
+    return {"card": asdict(card), "cells": found}
 
 
 def run_match(options: argparse.Namespace) -> dict[str, Any]:
@@ -167,26 +171,21 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def merge(folder: Path) -> dict[str, Any]:
-    """One document of the parts in a folder; shards of the capacity part are joined in order of panel and load."""
-    parts: dict[str, Any] = {}
-    for name in ("decode", "linear", "match"):
-        if (path := folder / f"{name}.json").is_file():
-            parts[name] = json.loads(path.read_text())
-    shards = [json.loads(path.read_text()) for path in sorted(folder.glob("capacity*.json"))]
+    """One document of the parts in a folder; shards of the capacity part become a file of their own."""
+    parts = {name: json.loads(path.read_text()) for name in MERGED if (path := folder / f"{name}.json").is_file()}
+    shards = [json.loads(path.read_text()) for path in sorted(folder.glob("capacity[0-9]*.json"))]
     if shards:
-        parts["capacity"] = {**shards[0], "rows": sorted(_rows(shards), key=_place)}
+        cells = sorted((cell for shard in shards for cell in shard["cells"]), key=_place)
+        gpu = {**shards[0]["provenance"], **shards[0]["card"]}
+        write_measured(folder / "capacity.json", cells, gpu)
     if not parts:
-        raise ValueError(f"{folder}: expected decode.json, linear.json, match.json or capacity*.json, found none")
+        raise ValueError(f"{folder}: expected {', '.join(f'{name}.json' for name in MERGED)}, found none")
     return {"schema_version": 1, "parts": parts}
 
 
-def _rows(shards: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row for shard in shards for row in shard["rows"]]
-
-
-def _place(row: dict[str, Any]) -> tuple[int, int, int]:
-    designs, panels = list(model_capacity.DESIGNS), model_capacity.PANELS
-    return panels.index(row["panel"]), list(LOADS).index(row["load"]), designs.index(row["design"])
+def _place(cell: dict[str, Any]) -> tuple[int, int, int]:
+    lists = (list(PANELS), list(LOADS), list(DESIGNS))
+    return tuple(names.index(cell[key]) for names, key in zip(lists, ("panel", "load", "design"), strict=True))  # type: ignore[return-value]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -21,7 +21,8 @@ from kvarena.experiments.engine.executors import HiddenOutputs, UnnamedOutputs
 from kvarena.experiments.engine.kernel_executor import KernelExecutor
 from kvarena.experiments.engine.paged_memory import KVShape, MemoryOptions, TableKind
 from kvarena.experiments.engine.request import EngineRequest, make_request
-from kvarena.experiments.engine.scheduler import Scheduled, SchedulerConfig, StepPlan
+from kvarena.experiments.engine.scheduler import SchedulerConfig, StepPlan
+from kvarena.experiments.engine.step_time import step_amounts
 from kvarena.experiments.workloads import make
 from torch import Tensor
 
@@ -83,9 +84,10 @@ class Setup:
 
 
 def step_rows(name: str, load: StepLoad, design: str, setup: Setup) -> Iterator[dict[str, Any]]:
-    """A row a step that computed something, of one workload over one allocator.
+    """A row a step that computed something, of one workload over one allocator: the step-time model's amounts, and
 
-    decodes  [sequences, their tokens with KV after the step, the longest]; extends  [[tokens before, new tokens], ...]
+    longest_decode  tokens of the longest decoding sequence; extends  [[tokens before, new tokens], ...]
+    kernels_us      store and attention of all layers; host_us  page table and upload; scheduler_us  what comes before
     """
     spec, table = ALLOCATORS[design]
     allocator = make_allocator(spec, num_pages=load.pool_tokens // spec["page_size"])
@@ -110,28 +112,17 @@ def step_rows(name: str, load: StepLoad, design: str, setup: Setup) -> Iterator[
                 "workload": name,
                 "allocator": design,
                 "step": number,
-                **composition(record.plan),
+                **asdict(step_amounts(record.plan)),
+                "longest_decode": max((e.end for e in record.plan.batch if e.num_new == 1), default=0),
+                "extends": [[each.num_before, each.num_new] for each in record.plan.batch if each.num_new > 1],
+                "admitted": len(record.plan.admitted),
+                "preempted": len(record.plan.preempted),
                 "kernels_us": round(1e6 * kernels, 1),
-                "tables_us": round(1e6 * host, 1),
+                "host_us": round(1e6 * host, 1),
                 "scheduler_us": round(1e6 * (wall - executor.launch_s), 1),
                 "launch_bound": executor.launch_bound,
             }
         number += 1
-
-
-def composition(plan: StepPlan) -> dict[str, Any]:
-    """What a step-time model may know of a batch."""
-    decodes = [entry.end for entry in plan.batch if not _extends(entry)]
-    return {
-        "decodes": [len(decodes), sum(decodes), max(decodes, default=0)],
-        "extends": [[entry.num_before, entry.num_new] for entry in plan.batch if _extends(entry)],
-        "admitted": len(plan.admitted),
-        "preempted": len(plan.preempted),
-    }
-
-
-def _extends(entry: Scheduled) -> bool:
-    return entry.num_new > 1
 
 
 def _arrivals(load: StepLoad, setup: Setup, outputs: HiddenOutputs) -> Iterator[EngineRequest]:

@@ -36,6 +36,7 @@ class StepRecord:
     due       the plan whose results it processed: its own, or with result_lag 1 the one before
     finished  ended by those results
     ended     ended outside a result: rejected, or out of pool
+    children  forked by those results; they are requests of their own from now on
     """
 
     step: int
@@ -43,6 +44,7 @@ class StepRecord:
     due: StepPlan | None = None
     finished: list[EngineRequest] = field(default_factory=list)
     ended: list[EngineRequest] = field(default_factory=list)
+    children: list[EngineRequest] = field(default_factory=list)
 
 
 class Engine:
@@ -57,6 +59,7 @@ class Engine:
         self.executor = executor
         self.lag = scheduler.config.result_lag
         self.num_steps = 0
+        self._copied = 0  # pages so far
         # Launched, its result not processed.
         self.in_flight: StepPlan | None = None
 
@@ -72,6 +75,7 @@ class Engine:
         """Schedule and launch one step, and process the results that are due."""
         plan = self.scheduler.schedule()
         plan.moves = self.scheduler.take_moves()
+        plan.copied_pages, self._copied = self.scheduler.copied_pages - self._copied, self.scheduler.copied_pages
         self.executor.launch(plan)
         due: StepPlan | None = plan
         if self.lag:
@@ -80,5 +84,6 @@ class Engine:
         if due is not None and due.batch:
             record.finished = self.scheduler.update(due, self.executor.collect(due))
         record.ended = self.scheduler.drain_ended()
+        record.children = self.scheduler.take_children()
         self.num_steps += 1
         return record

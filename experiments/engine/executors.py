@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
-from kvarena.experiments.engine.scheduler import Sample, Scheduled, StepPlan
+from kvarena.experiments.engine.beams import Beams, Candidate
+from kvarena.experiments.engine.request import EngineRequest
+from kvarena.experiments.engine.scheduler import Drafter, Sample, Scheduled, StepPlan
+
+LanguageModel = Callable[[str, tuple[int, ...], int], Iterable[Candidate]]
 
 
 class HiddenOutputs:
     """The true outputs of requests, which no scheduler sees.
 
-    A token stands at a position of the sequence, so a token that is dropped and sampled again is the same one.
+    A token stands at a position of the sequence, so a token that is dropped and sampled again is the same one. The
+    other replies of a request with samples are those of the ids `id/1`, `id/2`, ...
+
+    language_model  (request id, tokens generated, how many) -> candidates of a beam, best first
     """
 
-    def __init__(self) -> None:
+    def __init__(self, language_model: LanguageModel | None = None) -> None:
         self._outputs: dict[str, Seq[int]] = {}
+        self.language_model = language_model
 
     def add(self, request_id: str, output: Seq[int]) -> None:
         """The true output of a request, at least one token."""
@@ -26,14 +37,56 @@ class HiddenOutputs:
         self._outputs.pop(request_id, None)
 
     def sample(self, entry: Scheduled) -> Sample | None:
-        """The token that the entry's last position yields; `stop` at the true end, and what follows it is no token."""
+        """The token that the entry's last position yields; `stop` at the true end, and what follows it is no token.
+
+        Raises ValueError for a beam without a language model.
+        """
         if not entry.samples:
             return None
-        output = self._outputs.get(entry.request.id, ())
-        index = entry.end - entry.request.seq.num_prompt_tokens
+        request = entry.request
+        if request.beams is not None:
+            return self._beam(request, request.beams)
+        index = entry.end - len(entry.drafts) - request.seq.num_prompt_tokens
+        accepted = self._accepted(request.id, index, entry.drafts)
+        sample = self._at(request.id, index + accepted)
+        others: tuple[Sample, ...] = ()
+        if request.samples > 1 and not request.branched:
+            others = tuple(self._at(f"{request.id}/{number}", index) for number in range(1, request.samples))
+        return replace(sample, accepted=accepted, others=others) if accepted or others else sample
+
+    def _at(self, request_id: str, index: int) -> Sample:
+        output = self._outputs.get(request_id, ())
         if index >= len(output):
             return Sample(0, True)
         return Sample(int(output[index]), index == len(output) - 1)
+
+    def _accepted(self, request_id: str, index: int, drafts: tuple[int, ...]) -> int:
+        """How many drafts are the output's own; never its last token, which the model samples itself."""
+        output = self._outputs.get(request_id, ())
+        count = 0
+        while count < len(drafts) and index + count < len(output) - 1 and drafts[count] == output[index + count]:
+            count += 1
+        return count
+
+    def _beam(self, request: EngineRequest, beams: Beams) -> Sample:
+        if self.language_model is None:
+            raise ValueError(f"request {request.id}: its beams need a language model, the outputs have none")
+        generated = tuple(request.seq.token_ids[request.seq.num_prompt_tokens :])
+        return Sample(0, candidates=tuple(self.language_model(beams.root or request.id, generated, beams.width)))
+
+    def drafter(self, share: float, seed: int = 0) -> Drafter:
+        """Guesses that are right with this probability each, the same for a position whenever it is asked for."""
+        if not 0 <= share <= 1:
+            raise ValueError(f"share: expected from 0 to 1, found {share}")
+
+        def draft(request: EngineRequest, count: int) -> list[int]:
+            output, start = self._outputs.get(request.id, ()), request.num_output
+            return [
+                int(output[at]) + (random.Random(f"{seed}/{request.id}/{at}").random() >= share)
+                for at in range(start, min(start + count, len(output)))
+            ]
+
+        return draft
 
 
 class UnnamedOutputs:

@@ -9,17 +9,20 @@ from collections.abc import Iterable
 from kvarena.allocators.interface import (
     Capacity,
     Commit,
+    Fork,
     Gate,
     KVAllocator,
     Match,
+    PageCopy,
     Pin,
     Release,
     Released,
     Reservation,
     Sequence,
 )
+from kvarena.experiments.engine.watched import forking
 
-VERBS = ("pin", "reserve", "commit", "release", "evict", "match")
+VERBS = ("pin", "reserve", "commit", "release", "evict", "match", "fork", "prepare_write")
 
 
 class MeteredAllocator(KVAllocator):
@@ -85,6 +88,25 @@ class MeteredAllocator(KVAllocator):
         match = self.inner.match(seq)
         self.nanoseconds["match"].append(time.perf_counter_ns() - start)
         return match
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> Fork | None:
+        """As `SupportsFork.fork`. ValueError when the design has no fork."""
+        inner = forking(self.inner)
+        start = time.perf_counter_ns()
+        fork = inner.fork(parent, child, *([] if num_tokens is None else [num_tokens]))
+        self.nanoseconds["fork"].append(time.perf_counter_ns() - start)
+        if fork is not None:
+            self.evicted_pages += len(fork.evicted)
+            self.duplicate_pages += 0 if fork.commit is None else len(fork.commit.duplicates)
+        return fork
+
+    def prepare_write(self, seq: Sequence, start: int, end: int) -> list[PageCopy] | None:
+        """As `SupportsFork.prepare_write`. ValueError when the design has no fork."""
+        inner = forking(self.inner)
+        began = time.perf_counter_ns()
+        copies = inner.prepare_write(seq, start, end)
+        self.nanoseconds["prepare_write"].append(time.perf_counter_ns() - began)
+        return copies
 
     def room(self) -> tuple[int, int]:
         return self.inner.room()

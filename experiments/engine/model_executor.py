@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from kvarena.allocators.interface import KVAllocator, Sequence
 from kvarena.experiments.engine.backends import Step
+from kvarena.experiments.engine.beams import Candidate
 from kvarena.experiments.engine.paged_memory import MemoryOptions, PagedMemory
 from kvarena.experiments.engine.scheduler import Sample, Scheduled, SchedulerConfig, StepPlan
 from kvarena.experiments.model.attention import kv_shape, paged_forward, use_paged_attention
@@ -32,13 +33,31 @@ class Tie:
     gap: float
 
 
+@dataclass(frozen=True)
+class Ranked:
+    """One position's best tokens with their logits, and the logarithm of the sum over all tokens."""
+
+    tokens: list[int]
+    logits: list[float]
+    total: float
+
+
 @dataclass
 class _Launched:
-    """Samples of a launched plan, on the device: the two best tokens and logits [n, 2] of each entry that samples."""
+    """Samples of a launched plan, on the device: best tokens and logits [n, ranks], totals [n]."""
 
     plan: StepPlan
     tokens: Tensor | None
     logits: Tensor | None
+    totals: Tensor | None = None
+
+    def ranked(self) -> list[Ranked]:
+        """On the host, a row each."""
+        if self.tokens is None or self.logits is None or self.totals is None:
+            return []
+        return [
+            Ranked(*row) for row in zip(self.tokens.tolist(), self.logits.tolist(), self.totals.tolist(), strict=True)
+        ]
 
 
 class ModelExecutor:
@@ -71,7 +90,7 @@ class ModelExecutor:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
-        """Copies, page table, the model's forward pass, and the two best tokens of each sampling entry."""
+        """Copies, page table, the model's forward pass, and the best tokens of each sampling entry."""
         step = self.memory.begin(plan)
         if step is None:
             return
@@ -89,7 +108,7 @@ class ModelExecutor:
         unknown: list[tuple[int, int]] = []  # place in the batch, row of its request
         for entry in plan.batch:
             seq = entry.request.seq
-            known = seq.token_ids[entry.num_before : entry.end].tolist()
+            known = [*seq.token_ids[entry.num_before : entry.end], *entry.drafts]
             if len(known) < entry.num_new:
                 unknown.append((len(ids) + len(known), self._row(seq)))
                 known += [0] * (entry.num_new - len(known))
@@ -105,30 +124,69 @@ class ModelExecutor:
         return self.memory.adapter.host.index(seq)
 
     def _sample(self, plan: StepPlan, hidden: Tensor) -> _Launched:
-        ends, rows, end = [], [], 0
+        """The best tokens of each sampling entry, and of each position of its drafts."""
+        places, rows, last, end, ranks = [], [], [], 0, 2
         for entry in plan.batch:
             end += entry.num_new
             if entry.samples:
-                ends.append(end - 1)
+                places += range(end - 1 - len(entry.drafts), end)
+                last.append(len(places) - 1)
                 rows.append(self._row(entry.request.seq))
-        if not ends:
+                ranks = max(ranks, _num_ranks(entry))
+        if not places:
             return _Launched(plan, None, None)
-        logits, tokens = self.model.lm_head(hidden[ends]).float().topk(2)
-        self._last_tokens[rows] = tokens[:, 0]
-        return _Launched(plan, tokens, logits)
+        logits = self.model.lm_head(hidden[places]).float()
+        best, tokens = logits.topk(ranks)
+        self._last_tokens[rows] = tokens[last, 0]
+        return _Launched(plan, tokens, best, logits.logsumexp(-1))
 
     def collect(self, plan: StepPlan) -> list[Sample | None]:
         """A sample for each entry of the oldest launched plan that was not collected yet."""
         launched = self._launched.popleft()
         if launched.plan is not plan:
             raise ValueError("collect: plans are collected in the order in which they were launched")
-        if launched.tokens is None or launched.logits is None:
-            return [None] * len(plan.batch)
-        pairs = iter(zip(launched.tokens.tolist(), launched.logits.tolist(), strict=True))
-        return [self._to_sample(entry, *next(pairs)) if entry.samples else None for entry in plan.batch]
+        ranked = iter(launched.ranked())
+        return [
+            self._to_sample(entry, [next(ranked) for _ in range(1 + len(entry.drafts))]) if entry.samples else None
+            for entry in plan.batch
+        ]
 
-    def _to_sample(self, entry: Scheduled, tokens: list[int], logits: list[float]) -> Sample:
-        gap = logits[0] - logits[1]
-        if gap < TIE:
-            self.ties.append(Tie(entry.request.id, entry.end, (tokens[0], tokens[1]), gap))
-        return Sample(tokens[0], tokens[0] in self.stop_tokens)
+    def _to_sample(self, entry: Scheduled, ranked: list[Ranked]) -> Sample:
+        """What follows the entry's tokens; drafts count up to the first that is not the model's own choice."""
+        accepted = 0
+        while accepted < len(entry.drafts) and entry.drafts[accepted] == ranked[accepted].tokens[0]:
+            if entry.drafts[accepted] in self.stop_tokens:
+                break
+            accepted += 1
+        for offset, at in enumerate(ranked[: accepted + 1]):
+            self._note_tie(entry, entry.end - len(entry.drafts) + offset, at)
+        best, request = ranked[accepted], entry.request
+        if request.beams is not None:
+            return Sample(0, candidates=self._candidates(best, 2 * request.beams.width))
+        others: tuple[Sample, ...] = ()
+        if request.samples > 1 and not request.branched:
+            others = tuple(self._plain(token) for token in best.tokens[1 : request.samples])
+        return replace(self._plain(best.tokens[0]), accepted=accepted, others=others)
+
+    def _plain(self, token: int) -> Sample:
+        return Sample(token, token in self.stop_tokens)
+
+    def _candidates(self, best: Ranked, count: int) -> tuple[Candidate, ...]:
+        pairs = zip(best.tokens[:count], best.logits[:count], strict=True)
+        return tuple(Candidate(token, logit - best.total, token in self.stop_tokens) for token, logit in pairs)
+
+    def _note_tie(self, entry: Scheduled, position: int, at: Ranked) -> None:
+        """Ranks that decide: the first, with samples or beams as many as there are of them."""
+        wide = entry.request.beams.width if entry.request.beams is not None else entry.request.samples
+        deciding = 1 if entry.request.branched else wide
+        for rank in range(min(deciding, len(at.tokens) - 1)):
+            gap = at.logits[rank] - at.logits[rank + 1]
+            if gap < TIE:
+                self.ties.append(Tie(entry.request.id, position, (at.tokens[rank], at.tokens[rank + 1]), gap))
+                return
+
+
+def _num_ranks(entry: Scheduled) -> int:
+    """Best tokens that an entry needs: one more than it takes, so that ties show."""
+    request = entry.request
+    return 1 + (2 * request.beams.width if request.beams is not None else request.samples)

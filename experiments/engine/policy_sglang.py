@@ -11,10 +11,11 @@ from collections.abc import Sequence as Seq
 
 from kvarena.allocators.interface import KVAllocator, Release, Sequence
 from kvarena.experiments.engine.admission_sglang import OUTPUT_CAP, Admitter
+from kvarena.experiments.engine.branching import branch_samples
 from kvarena.experiments.engine.order import WaitingOrder
 from kvarena.experiments.engine.request import End, EngineRequest, State
 from kvarena.experiments.engine.running_sglang import RETRACT_STEPS, NewTokenRatio, RunningBatch
-from kvarena.experiments.engine.scheduler import Sample, Scheduler, SchedulerConfig, StepPlan, launched
+from kvarena.experiments.engine.scheduler import Sample, Scheduled, Scheduler, SchedulerConfig, StepPlan, launched
 
 PROMPT_SLACK = 5  # SGLang 0.5.22 turns prompts away from this close to the limit
 
@@ -33,6 +34,7 @@ class SglangScheduler(Scheduler):
         self.order = WaitingOrder(allocator, config, refreshes=True)
         self.num_rows = 0  # requests that hold a row of the page table
         self._last: StepPlan | None = None  # the batch of the pass before
+        self._joining: list[EngineRequest] = []  # forked since the last pass
         self._turned_away: dict[str, str] = {}  # upstream limits: requests queued as one token, to be aborted
 
     def _chunk_tokens(self) -> int | None:
@@ -46,14 +48,25 @@ class SglangScheduler(Scheduler):
     @property
     def running_requests(self) -> list[EngineRequest]:
         """The decode batch, then this pass's prefill batch, then the prompt in chunks; finished ones left out."""
-        members = list(self.running.requests)
+        members = [*self.running.requests, *self._joining]
         if self._last is not None and self._last.kind == "prefill":
             members += [entry.request for entry in self._last.batch]
         return [request for request in dict.fromkeys(members) if not request.done]
 
+    def has_row(self) -> bool:
+        return self.num_rows < self.config.max_num_seqs
+
+    def join(self, request: EngineRequest) -> None:
+        self._joining.append(request)
+        self.num_rows += 1
+
     # Arrival
 
     def add(self, request: EngineRequest) -> None:
+        """As the base says. Raises ValueError for beams: they wait for one another, which this policy's decode batch,
+        retraction and admission have no place for (SGLang 0.5.22 has no beam search either)."""
+        if request.beams is not None:
+            raise ValueError(f"request {request.id}: beam_width {request.beams.width}: expected policy vllm")
         if self.config.limits == "upstream":
             self._add_upstream(request)
         else:
@@ -116,14 +129,17 @@ class SglangScheduler(Scheduler):
         """The pass before was a prefill: its members decode from now on, but for a prompt still in chunks."""
         if self.running.prefill_only:
             self.running.drop_done()
+        joining, self._joining = [request for request in self._joining if not request.done], []
         if self._last is None or self._last.kind != "prefill":
+            if joining:
+                self.running.join(joining)
             return
         batch = self._last.batch
         members = [entry.request for entry in batch if entry.samples and not entry.request.done]
         if len(members) < len(batch):
             self.running.full = False
-        if members:
-            self.running.join(members)
+        if members or joining:
+            self.running.join([*members, *joining])
 
     def _prefill(self) -> StepPlan | None:
         """A batch of prompts, or None when none can run now."""
@@ -192,7 +208,8 @@ class SglangScheduler(Scheduler):
     def _has_room(self, requests: list[EngineRequest]) -> bool:
         """Evict for the pages that this decode must open; say whether they are there."""
         size = self.allocator.page_size
-        pages = sum(request.num_computed % size == 0 for request in requests)
+        new = 1 + self.num_drafts
+        pages = sum(self.pages_of(each.num_computed + new) - self.pages_of(each.num_computed) for each in requests)
         self.allocator.evict(pages * size)
         return self.available_pages() >= pages
 
@@ -212,13 +229,16 @@ class SglangScheduler(Scheduler):
 
     def _launch_decode(self, plan: StepPlan) -> StepPlan:
         requests = self.running.requests
-        while requests and not self.try_reserve([(request, 1) for request in requests]):
+        drafts = {request.id: self.drafts_of(request, self.num_drafts) for request in requests}
+        while requests and not self.try_reserve([(each, 1 + len(drafts[each.id])) for each in requests]):
             if len(requests) > 1:
                 self._retract(plan)
+            elif drafts[requests[0].id]:
+                drafts[requests[0].id] = ()
             else:
                 self._end_alone(requests.pop())
             requests = self.running.requests
-        plan.batch = [launched(request, 1, True) for request in requests]
+        plan.batch = [launched(each, 1 + len(drafts[each.id]), True, drafts[each.id]) for each in requests]
         plan.kind = "decode" if plan.batch else "idle"
         return plan
 
@@ -272,9 +292,13 @@ class SglangScheduler(Scheduler):
             request = entry.request
             if sample is None or request.done or request.epoch != entry.epoch:
                 continue  # a retracted request's token is sampled again
-            end = self._append_sample(request, sample)
+            end = self._append_sample(entry, sample)
+            if sample.others and not request.branched:
+                self.allocator.commit([*written, (request.seq, entry.end)])
+                written = []
+                finished += branch_samples(self, entry, sample)
             if end is None:
-                written.append((request.seq, entry.num_before + entry.num_new))
+                written.append((request.seq, min(entry.end, request.num_computed)))
                 continue
             if written:  # the tree sees the batch in its order
                 self.allocator.commit(written)
@@ -285,13 +309,25 @@ class SglangScheduler(Scheduler):
             self.allocator.commit(written)
         return finished
 
-    def _append_sample(self, request: EngineRequest, sample: Sample) -> End | None:
+    def _append_sample(self, entry: Scheduled, sample: Sample) -> End | None:
+        """The token, behind the drafts that were accepted; the rest of the drafts is rolled back."""
+        request = entry.request
         request.num_in_flight -= 1
+        for number, token in enumerate(entry.drafts[: sample.accepted]):
+            request.seq.append(token)
+            end = self.end_of(request, Sample(token))
+            if end is not None:
+                request.num_computed -= len(entry.drafts) - number
+                return end
+        request.num_computed -= len(entry.drafts) - sample.accepted
         request.seq.append(sample.token)
         message = self._turned_away.pop(request.id, "")
         if message:
             request.message = message
             return End.REJECTED
+        return self.end_of(request, sample)
+
+    def end_of(self, request: EngineRequest, sample: Sample) -> End | None:
         if sample.stop:
             return End.STOP
         return End.LENGTH if request.num_output >= request.max_tokens else None

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from kvarena.allocators.interface import Gate, KVAllocator, Pin, Release, Sequence
+from kvarena.experiments.engine.beams import Beams
+from kvarena.experiments.engine.branching import beams_of, branch_beams, branch_samples, note_candidates
 from kvarena.experiments.engine.order import WaitingOrder
 from kvarena.experiments.engine.request import End, EngineRequest, State
 from kvarena.experiments.engine.scheduler import Sample, Scheduled, Scheduler, SchedulerConfig, StepPlan, launched
@@ -39,7 +41,33 @@ class VllmScheduler(Scheduler):
     def running_requests(self) -> list[EngineRequest]:
         return self.running
 
+    def has_row(self) -> bool:
+        return len(self.running) < self.config.max_num_seqs
+
+    def join(self, request: EngineRequest) -> None:
+        self.running.append(request)
+
+    def end_beam(self, request: EngineRequest, end: End) -> None:
+        if request.state is not State.RUNNING:
+            self.waiting.remove(request)
+            self.leave_host(request)
+        elif end is End.PRUNED:
+            self.allocator.release([request.seq], Release.ABORT)
+        else:
+            self._finish(request, end)
+        request.state, request.end = State.FINISHED, end
+
+    def throw_back_beams(self, beams: Beams) -> None:
+        for member in beams.members:
+            if member.state is State.RUNNING:
+                self.running.remove(member)
+                self._throw_back(member)
+                self.waiting.appendleft(member)
+
     def admissible(self, request: EngineRequest) -> str:
+        width = 0 if request.beams is None else request.beams.width
+        if width > self.config.max_num_seqs:
+            return f"request {request.id}: {width} beams, max_num_seqs {self.config.max_num_seqs}"
         if self.config.limits == "upstream":
             return ""
         return self._too_long(request) or self._never_fits(request)
@@ -89,7 +117,8 @@ class VllmScheduler(Scheduler):
         while index < len(self.running) and self._budget > 0:
             request = self.running[index]
             n = self._demand(request)
-            if n > 0 and not self._take(request, n, plan):
+            drafts = self.drafts_of(request, self._budget - n) if self.drafter is not None else ()
+            if n > 0 and not self._take(request, n, plan, drafts):
                 return
             index = self._after(request, index)
 
@@ -103,6 +132,8 @@ class VllmScheduler(Scheduler):
     def _demand(self, request: EngineRequest) -> int:
         """Tokens that a running request wants now; 0 when it has to sit out."""
         holes = request.num_in_flight
+        if request.beams is not None and (holes or request.id in request.beams.results):
+            return 0  # beams go on together
         if holes and request.num_computed + 2 - holes >= request.seq.num_prompt_tokens + request.max_tokens:
             return 0  # its last token is in flight
         n = self._cut(request.num_tokens + holes - request.num_computed)
@@ -111,20 +142,23 @@ class VllmScheduler(Scheduler):
     def _cut(self, n: int) -> int:
         return min(n, self._cap or n, self._budget)
 
-    def _take(self, request: EngineRequest, n: int, plan: StepPlan) -> bool:
-        """Slots for n tokens, throwing back others until they are there. False: it was thrown back itself."""
-        while not self.try_reserve([(request, n)]):
+    def _take(self, request: EngineRequest, n: int, plan: StepPlan, drafts: tuple[int, ...] = ()) -> bool:
+        """Slots for n tokens and drafts, throwing back others until they are there. False: it was itself."""
+        while not self.try_reserve([(request, n + len(drafts))]):
             victim = self._victim()
             self._preempt(victim, plan)
-            if victim is request:
+            if victim.beams is not None:
+                for member in [each for each in victim.beams.members if each.state is State.RUNNING]:
+                    self._preempt(member, plan)
+            if request.state is not State.RUNNING:
                 return False
-        self._launch(request, n, plan)
+        self._launch(request, n, plan, drafts)
         return True
 
-    def _launch(self, request: EngineRequest, n: int, plan: StepPlan) -> None:
+    def _launch(self, request: EngineRequest, n: int, plan: StepPlan, drafts: tuple[int, ...] = ()) -> None:
         samples = request.num_computed + n >= request.num_tokens + request.num_in_flight
-        plan.batch.append(launched(request, n, samples))
-        self._budget -= n
+        plan.batch.append(launched(request, n + len(drafts), samples, drafts))
+        self._budget -= n + len(drafts)
 
     def _victim(self) -> EngineRequest:
         if self.config.order != "priority":
@@ -203,7 +237,9 @@ class VllmScheduler(Scheduler):
 
     def _unblock(self) -> bool:
         """Nothing can run and nothing would ever change: end what is in the way. False: nothing is."""
-        if self.running:
+        if self.running and self.running[0].beams is not None:
+            self._end_stuck(self.running[0].beams)
+        elif self.running:
             request = self.running.pop(0)
             self.allocator.release([request.seq], Release.FINISH)
             self.reject(request, self._too_long(request))
@@ -213,6 +249,19 @@ class VllmScheduler(Scheduler):
         else:
             return False
         return True
+
+    def _end_stuck(self, beams: Beams) -> None:
+        """Some of the beams run and wait for others that find no room."""
+        members, beams.members = beams.members, []
+        needs = sum(self.pages_of(member.num_tokens) for member in members)
+        for member in members:
+            self.end_beam(member, End.POOL)
+            member.message = (
+                f"request {beams.root}: {len(members)} beams of {member.num_tokens} tokens, {needs} pages when they "
+                f"share none, do not fit together: pool of {self.allocator.num_pages} pages"
+            )
+            self._ended.append(member)
+        self.running = [request for request in self.running if not request.done]
 
     def _refused(self, request: EngineRequest) -> str:
         pages, size = self.allocator.num_pages, self.allocator.page_size
@@ -227,7 +276,16 @@ class VllmScheduler(Scheduler):
             request = entry.request
             if request.done:
                 continue  # it ended by a stop token while this step ran
+            if request.beams is not None and sample is not None:
+                self._note_beam(entry, sample, written)
+                continue
             end = self._append_sample(entry, sample)
+            if sample is not None and sample.others and not request.branched:
+                if request.epoch == entry.epoch:
+                    self._note_written(entry, written)
+                    self.allocator.commit(written)
+                    written = []
+                finished += branch_samples(self, entry, sample)
             if request.epoch != entry.epoch:
                 if end is not None:  # it ended while it waits, and holds nothing on the device
                     self.waiting.remove(request)
@@ -235,9 +293,7 @@ class VllmScheduler(Scheduler):
                     request.state, request.end = State.FINISHED, end
                     finished.append(request)
                 continue
-            if self.config.result_lag:
-                request.seq.num_computed_tokens = request.num_computed  # so it knows that this result is a late one
-            written.append((request.seq, entry.num_before + entry.num_new))
+            self._note_written(entry, written)
             if end is not None:
                 # vLLM 0.32.0 frees at once, inside the loop: what stands before it in the batch is written by then.
                 self.allocator.commit(written)
@@ -246,20 +302,46 @@ class VllmScheduler(Scheduler):
                 finished.append(request)
         if written:
             self.allocator.commit(written)
+        for beams in beams_of(entry.request for entry in plan.batch):
+            finished += branch_beams(self, beams)
         if finished:
             self.running = [request for request in self.running if not request.done]
         return finished
 
+    def _note_written(self, entry: Scheduled, written: list[tuple[Sequence, int]]) -> None:
+        """The KV of an entry is there, rejected drafts aside."""
+        request = entry.request
+        if self.config.result_lag:
+            request.seq.num_computed_tokens = request.num_computed  # so it knows that this result is a late one
+        written.append((request.seq, min(entry.end, request.num_computed)))
+
+    def _note_beam(self, entry: Scheduled, sample: Sample, written: list[tuple[Sequence, int]]) -> None:
+        if entry.stale:
+            return  # it was thrown back, and will be sampled again
+        entry.request.num_in_flight -= 1
+        self._note_written(entry, written)
+        note_candidates(entry.request, sample)
+
     def _append_sample(self, entry: Scheduled, sample: Sample | None) -> End | None:
+        """The token, behind the drafts that were accepted; the rest of the drafts is rolled back."""
         if sample is None:
             return None
-        request, seq = entry.request, entry.request.seq
-        seq.append(sample.token)
+        request = entry.request
         if request.epoch == entry.epoch:
             request.num_in_flight -= 1
+        for number, token in enumerate(entry.drafts[: sample.accepted]):
+            request.seq.append(token)
+            end = self.end_of(request, Sample(token))
+            if end is not None:
+                request.num_computed -= len(entry.drafts) - number
+                return end
+        request.num_computed -= len(entry.drafts) - sample.accepted
+        request.seq.append(sample.token)
+        return self.end_of(request, sample)
+
+    def end_of(self, request: EngineRequest, sample: Sample) -> End | None:
         if sample.stop:
             return End.STOP
-        num_tokens = seq.num_tokens
-        if num_tokens >= self.config.max_model_len or num_tokens - seq.num_prompt_tokens >= request.max_tokens:
+        if request.num_tokens >= self.config.max_model_len or request.num_output >= request.max_tokens:
             return End.LENGTH
         return None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvarena.allocators.interface import Sequence
+from kvarena.experiments.engine.beams import Beams
 
 
 class State(enum.Enum):
@@ -32,6 +33,7 @@ class End(enum.Enum):
     POOL      alone in the pool, it needs one page more than there are
     REJECTED  it can never be served; `EngineRequest.message` has the numbers
     ABORTED   the caller withdrew it
+    PRUNED    a beam whose continuations were all worse than the others'
     """
 
     STOP = "stop"
@@ -39,6 +41,7 @@ class End(enum.Enum):
     POOL = "pool"
     REJECTED = "rejected"
     ABORTED = "aborted"
+    PRUNED = "pruned"
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +61,11 @@ class EngineRequest:
     kept_tokens     tokens whose KV went to the host when it was last thrown back
     swapped_tokens  tokens whose KV came back from there, over the whole run
     hits            hit tokens of each admission, the first one first
+    samples         replies that go on from its prompt, itself included
+    beams           it is a beam of these
+    parent          id of the request that it was forked from
+    forked          it took part in a fork, so pages that it writes may be shared
+    branched        its other samples were forked
     """
 
     seq: Sequence
@@ -75,12 +83,19 @@ class EngineRequest:
     kept_tokens: int = 0
     swapped_tokens: int = 0
     hits: list[int] = field(default_factory=list)
+    samples: int = 1
+    beams: Beams | None = None
+    parent: str | None = None
+    forked: bool = False
+    branched: bool = False
     end: End | None = None
     message: str = ""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"request {self.id}: max_tokens is {self.max_tokens}, expected at least 1")
+        if self.samples < 1:
+            raise ValueError(f"request {self.id}: samples is {self.samples}, expected at least 1")
         if self.requested < 0:
             self.requested = self.max_tokens
 
@@ -140,7 +155,18 @@ def make_request(
     arrival_s: float = 0.0,
     priority: int = 0,
     namespace: Hashable = None,
+    samples: int = 1,
+    beam_width: int = 0,
 ) -> EngineRequest:
-    """A request from token ids. Raises ValueError for an empty prompt or max_tokens below 1."""
+    """A request from token ids. Raises ValueError for an empty prompt, max_tokens below 1, no sample, one beam, or
+    samples of beams."""
+    if beam_width < 0 or beam_width == 1 or (beam_width and samples > 1):
+        raise ValueError(
+            f"request {request_id}: beam_width: expected 0, or at least 2 with one sample, found {beam_width} with "
+            f"{samples} samples"
+        )
     seq = Sequence(request_id, tokens, namespace=namespace)
-    return EngineRequest(seq, max_tokens, arrival_s=arrival_s, priority=priority)
+    request = EngineRequest(seq, max_tokens, arrival_s=arrival_s, priority=priority, samples=samples)
+    if beam_width:
+        request.beams = Beams(beam_width)
+    return request

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
 
 from kvarena.allocators.host import HostTier
 from kvarena.allocators.interface import Gate, KVAllocator, PageMove, Release
+from kvarena.experiments.engine.beams import Beams, Candidate
+from kvarena.experiments.engine.branching import can_fork
 from kvarena.experiments.engine.request import End, EngineRequest, State
 
 Order = Literal["fcfs", "lpm", "dfs-weight", "priority"]
@@ -86,6 +88,7 @@ class Scheduled:
 
     samples  its last token yields a new one; False for a chunk in the middle of a prompt
     epoch    the request's epoch when it was scheduled
+    drafts   the last of its new tokens, which are guesses and not the sequence's until they are accepted
     """
 
     request: EngineRequest
@@ -93,6 +96,7 @@ class Scheduled:
     num_before: int
     samples: bool
     epoch: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -113,6 +117,8 @@ class StepPlan:
 
     moves  copies between device and host to carry out before anything is computed, in order: ("out", device page to
            host page) and ("in", host page to device page)
+    copied_pages  pages copied on the device for it: shared ones that are written, and what forks since the last plan
+                  could not share
     """
 
     kind: Literal["mixed", "prefill", "decode", "idle"] = "mixed"
@@ -120,6 +126,7 @@ class StepPlan:
     admitted: list[EngineRequest] = field(default_factory=list)
     preempted: list[EngineRequest] = field(default_factory=list)
     moves: list[Moves] = field(default_factory=list)
+    copied_pages: int = 0
 
     @property
     def num_moved_pages(self) -> int:
@@ -132,10 +139,22 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A sampled token; `stop`: the request's own end (end of sequence)."""
+    """A sampled token.
+
+    stop        the request's own end (end of sequence)
+    others      the first tokens of the prompt's other replies
+    candidates  of a beam, in place of a token: its best continuations, best first
+    accepted    draft tokens that come before the token
+    """
 
     token: int
     stop: bool = False
+    others: tuple[Sample, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    accepted: int = 0
+
+
+Drafter = Callable[[EngineRequest, int], Iterable[int]]  # a request, how many -> guesses of its next tokens
 
 
 class Scheduler(ABC):
@@ -151,6 +170,20 @@ class Scheduler(ABC):
         self._moves: list[Moves] = []
         # Requests that ended outside `update` (rejected, or out of pool), until `drain_ended`.
         self._ended: list[EngineRequest] = []
+        # Forks: requests made since the last `take_children`, how many shared pages, pages copied so far.
+        self.children: list[EngineRequest] = []
+        self.forks = self.copied_pages = 0
+        self.drafter: Drafter | None = None
+        self.num_drafts = 0
+
+    def speculate(self, drafter: Drafter, num_drafts: int) -> None:
+        """Let each decoding request compute up to `num_drafts` guessed tokens a step; those that the model confirms
+        stay. Raises ValueError with result_lag 1, where a step starts before it is known which guesses held."""
+        if num_drafts < 1:
+            raise ValueError(f"num_drafts: expected at least 1, found {num_drafts}")
+        if self.config.result_lag:
+            raise ValueError("speculate: expected result_lag 0, found 1")
+        self.drafter, self.num_drafts = drafter, num_drafts
 
     @abstractmethod
     def schedule(self) -> StepPlan:
@@ -164,6 +197,39 @@ class Scheduler(ABC):
     @abstractmethod
     def running_requests(self) -> list[EngineRequest]:
         """Admitted and unfinished requests, in the policy's own order."""
+
+    @abstractmethod
+    def has_row(self) -> bool:
+        """One more request may run."""
+
+    @abstractmethod
+    def join(self, request: EngineRequest) -> None:
+        """A request that was forked runs from the next step on."""
+
+    @abstractmethod
+    def end_of(self, request: EngineRequest, sample: Sample) -> End | None:
+        """Why the request ends with this sample, which is its last token; None: it goes on."""
+
+    def end_beam(self, request: EngineRequest, end: End) -> None:
+        """End a beam, which may wait; what of it is computed stays cached unless it was pruned."""
+        raise ValueError(f"policy {self.name} has no beams")
+
+    def throw_back_beams(self, beams: Beams) -> None:
+        """All beams of a request wait: one of them found no room, and none goes on alone."""
+        raise ValueError(f"policy {self.name} has no beams")
+
+    def take_children(self) -> list[EngineRequest]:
+        """Requests that were forked since the last call."""
+        children, self.children = self.children, []
+        return children
+
+    def drafts_of(self, request: EngineRequest, limit: int) -> tuple[int, ...]:
+        """Guesses of a decoding request's next tokens: never more than it may generate behind them."""
+        if self.drafter is None or request.beams is not None or request.num_computed + 1 != request.num_tokens:
+            return ()
+        room = self.config.max_model_len - request.num_tokens - 1
+        count = min(self.num_drafts, limit, room, request.max_tokens - request.num_output - 1)
+        return tuple(self.drafter(request, count))[: max(count, 0)] if count > 0 else ()
 
     @property
     def has_work(self) -> bool:
@@ -212,8 +278,19 @@ class Scheduler(ABC):
         pairs = []
         for request, n in wants:
             request.seq.num_computed_tokens = request.num_computed
+            if request.forked and not self._unshare(request, n):
+                return False
             pairs.append((request.seq, n))
         return self.allocator.reserve(pairs) is not None
+
+    def _unshare(self, request: EngineRequest, n: int) -> bool:
+        """Pages of its own for what it writes next. A copy stays made when the reservation is refused after it."""
+        if not can_fork(self.allocator):
+            return True
+        start = request.num_computed
+        copies = self.allocator.prepare_write(request.seq, start, start + n)  # type: ignore[attr-defined]
+        self.copied_pages += len(copies or ())
+        return copies is not None
 
     def take_moves(self) -> list[Moves]:
         """Copies between device and host since the last call, in order."""
@@ -253,6 +330,8 @@ class Scheduler(ABC):
     def _throw_back(self, request: EngineRequest, reason: Release = Release.PREEMPT) -> None:
         if reason is not Release.PREEMPT or not self._swap_out(request):
             self.allocator.release([request.seq], reason)
+        if request.beams is not None:
+            request.beams.results.pop(request.id, None)
         request.throw_back()
 
     def _finish(self, request: EngineRequest, end: End) -> None:
@@ -262,9 +341,9 @@ class Scheduler(ABC):
         request.state, request.end = State.FINISHED, end
 
 
-def launched(request: EngineRequest, num_new: int, samples: bool) -> Scheduled:
+def launched(request: EngineRequest, num_new: int, samples: bool, drafts: tuple[int, ...] = ()) -> Scheduled:
     """The plan entry of a request whose slots are taken; moves the request on."""
-    entry = Scheduled(request, num_new, request.num_computed, samples, request.epoch)
+    entry = Scheduled(request, num_new, request.num_computed, samples, request.epoch, drafts)
     request.num_computed += num_new
     request.num_in_flight += samples
     return entry

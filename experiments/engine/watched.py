@@ -28,6 +28,13 @@ from kvarena.allocators.interface import (
 )
 
 
+def forking(allocator: KVAllocator) -> SupportsFork:
+    """The allocator as one that forks. Raises ValueError when its design does not."""
+    if not isinstance(allocator, SupportsFork):
+        raise ValueError(f"allocator {allocator.kind!r} has no fork")
+    return allocator
+
+
 class PageWatcher(Protocol):
     """Told after each operation that went through."""
 
@@ -48,10 +55,7 @@ class PageWatcher(Protocol):
 
 
 class WatchedAllocator(KVAllocator):
-    """Passes everything on to `inner`, and word of it to `watcher`.
-
-    Whoever took part in a fork is prepared for writing by each reservation: no room for the copy is no room.
-    """
+    """Passes everything on to `inner`, and word of it to `watcher`."""
 
     def __init__(self, inner: KVAllocator, watcher: PageWatcher) -> None:
         self.inner = inner
@@ -60,38 +64,30 @@ class WatchedAllocator(KVAllocator):
         self.page_size = inner.page_size
         self.num_pages = inner.num_pages
         self.events = inner.events
-        self._forked: set[str] = set()
 
     def pin(self, seq: Sequence, gate: Gate | None = None) -> Pin | None:
         return self.inner.pin(seq, gate)
 
     def reserve(self, wants: Iterable[tuple[Sequence, int]]) -> list[Reservation] | None:
         pairs = list(wants)
-        reservations = self.inner.reserve(pairs) if self._prepare(pairs) else None
+        reservations = self.inner.reserve(pairs)
         if reservations is None:
             self.watcher.refused([seq for seq, _ in pairs])
         else:
             self.watcher.reserved(reservations)
         return reservations
 
-    def _prepare(self, pairs: ListLike[tuple[Sequence, int]]) -> bool:
-        for seq, n in pairs:
-            if seq.request_id not in self._forked or not isinstance(self.inner, SupportsFork):
-                continue
-            copies = self.inner.prepare_write(seq, seq.num_computed_tokens, seq.num_computed_tokens + n)
-            if copies is None:
-                return False
-            if copies:
-                self.watcher.unshared(seq, copies)
-        return True
+    def prepare_write(self, seq: Sequence, start: int, end: int) -> list[PageCopy] | None:
+        """As `SupportsFork.prepare_write`. ValueError when the design has no fork."""
+        copies = forking(self.inner).prepare_write(seq, start, end)
+        if copies:
+            self.watcher.unshared(seq, copies)
+        return copies
 
-    def fork(self, parent: Sequence, child: Sequence) -> Fork | None:
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> Fork | None:
         """As `SupportsFork.fork`. ValueError when the design has no fork."""
-        if not isinstance(self.inner, SupportsFork):
-            raise ValueError(f"allocator {self.kind!r} has no fork")
-        fork = self.inner.fork(parent, child)
+        fork = forking(self.inner).fork(parent, child, *([] if num_tokens is None else [num_tokens]))
         if fork is not None:
-            self._forked |= {parent.request_id, child.request_id}
             self.watcher.forked(fork)
         return fork
 
@@ -103,7 +99,6 @@ class WatchedAllocator(KVAllocator):
     def release(self, seqs: Iterable[Sequence], reason: Release) -> Released:
         gone = list(seqs)
         released = self.inner.release(gone, reason)
-        self._forked.difference_update(seq.request_id for seq in gone)
         self.watcher.released(gone)
         return released
 

@@ -62,6 +62,7 @@ class ModelEngine:
             raise ValueError("fork: expected policy vllm with result_lag 0")
         computed = parent.seq.num_computed_tokens
         child = make_request(child_id, [*parent.seq.token_ids[:computed], *tokens], max_tokens)
+        child.forked = parent.forked = True
         if self.allocator.fork(parent.seq, child.seq) is None:
             return None
         child.state, child.num_computed = State.RUNNING, child.seq.num_computed_tokens

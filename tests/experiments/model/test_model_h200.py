@@ -13,24 +13,14 @@ pytest.importorskip("transformers", reason="models come from transformers: pip i
 
 from kvarena.experiments.bench import model_capacity, model_h200, model_match, model_steps  # noqa: E402
 from kvarena.experiments.bench.model_decode import Decoder, gate  # noqa: E402
-from kvarena.experiments.capacity_loads import make_load  # noqa: E402
-from kvarena.experiments.capacity_sizing import Card, Server  # noqa: E402
+from kvarena.experiments.capacity import DESIGNS, capacity_plan, small_card  # noqa: E402
+from kvarena.experiments.capacity_card import read_measured  # noqa: E402
 from kvarena.experiments.engine.paged_memory import KVShape  # noqa: E402
 from kvarena.experiments.model.loading import random_model  # noqa: E402
-from kvarena.experiments.models import ModelShape  # noqa: E402
 from support.threads import one_thread  # noqa: E402
 
 SETUP = model_steps.Setup(
     shape=KVShape(1, 1, 16), num_heads=2, device="cpu", backend="torch", dtype=torch.float32, max_steps=60
-)
-PLACE = model_capacity.Place(
-    Card("CPU", 4 * 2**20, 2**18, 2**16),
-    Server(16, 4400, 2048, 512, 8),
-    ModelShape(num_layers=2, num_kv_heads=1, head_dim=16, dtype="float32"),
-    1,
-    "cpu",
-    "torch",
-    torch.float32,
 )
 
 
@@ -74,25 +64,30 @@ def test_a_row_a_step_says_what_was_computed(design: str) -> None:
     rows = list(model_steps.step_rows("chat", load, design, SETUP))
     assert [row["step"] for row in rows] == list(range(len(rows)))
     assert sum(row["admitted"] for row in rows) >= 6
-    computed = sum(new for row in rows for _, new in row["extends"]) + sum(row["decodes"][0] for row in rows)
-    assert computed > 3000
+    assert sum(row["new_tokens"] for row in rows) > 3000
     for row in rows:
-        count, tokens, longest = row["decodes"]
-        assert count <= longest * bool(count)
+        count, tokens, longest = row["num_decodes"], row["decode_tokens"], row["longest_decode"]
         assert longest <= tokens <= count * longest
+        assert row["num_extends"] == len(row["extends"])
+        assert row["extend_pairs"] == sum(n * before + n * (n + 1) // 2 for before, n in row["extends"])
+        assert row["new_tokens"] == count + sum(n for _, n in row["extends"])
         assert row["kernels_us"] > 0
-        assert row["tables_us"] > 0
+        assert row["host_us"] > 0
 
 
-@pytest.mark.parametrize("design", ["token, 16", "contiguous"])
+@pytest.mark.parametrize("design", ["block-16", "contiguous-max"])
 def test_what_is_measured_to_fit_is_what_the_closed_form_promises(design: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_capacity, "BEHIND_PEAK", 3)
-    row = model_capacity.measured("equal bytes", design, make_load("shared", 10), PLACE)
-    assert row["measured"] == row["promised"] > 1
-    assert row["refused"]["size"] == row["measured"] + 1
-    assert row["finite"]
-    assert row["full_steps"] > 0
-    assert row["pool_bytes"] == row["sizing"]["kv_bytes"] + row["sizing"]["padding_page_bytes"]
+    shape: Any = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": "float32"}
+    limits: Any = {"loads": ["shared"], "rows": 16, "max_model_len": 4400}
+    cells = capacity_plan(shape, on=small_card("CPU", 2), panels=["equal"], designs=[design], **limits)
+    (row,) = model_capacity.rows(cells, model_capacity.Place("cpu", "torch"))
+    assert row["measured"] == row["predicted"] > 1
+    assert [burst["carried"] for burst in row["bursts"]] == [True, False]
+    memory = row["memory"]
+    assert memory["finite"]
+    assert memory["full_steps"] > 0
+    assert memory["pool_bytes"] == row["sizing"]["kv_bytes"] + row["sizing"]["padding_page_bytes"]
 
 
 def test_two_devices_that_differ_from_one_are_refused() -> None:
@@ -112,19 +107,19 @@ def test_two_devices_that_differ_from_one_are_refused() -> None:
 def test_parts_are_kept_and_joined(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--out", str(tmp_path)]
     model_h200.main([*arguments, "--parts", "decode", "--batches", "2", "--context", "8", "--steps", "2"])
-    rows = [_capacity_row("chat", design) for design in model_capacity.DESIGNS]
+    rows = [_cell_row("chat", design) for design in DESIGNS]
     for shard in (1, 0):
-        part: dict[str, Any] = {"card": {}, "rows": rows[shard::2]}
+        part: dict[str, Any] = {"provenance": {"torch": "2"}, "card": {"name": "CPU"}, "cells": rows[shard::2]}
         (tmp_path / f"capacity{shard}.json").write_text(json.dumps(part))
     model_h200.main([*arguments, "--merge"])
+    assert read_measured(tmp_path / "capacity.json")["cells"] == rows
     found = json.loads((tmp_path / "model.json").read_text())["parts"]
-    assert found["capacity"]["rows"] == rows
     assert [cell["design"] for cell in found["decode"]["cells"]] == ["block, 16", "token, 1", "token, 16"]
     assert all(cell["tokens_per_s"] > 0 for cell in found["decode"]["cells"])
 
 
-def _capacity_row(load: str, design: str) -> dict[str, Any]:
-    return {"panel": "equal bytes", "load": load, "design": design, "measured": 3}
+def _cell_row(load: str, design: str) -> dict[str, Any]:
+    return {"panel": "equal", "load": load, "design": design, "measured": 3}
 
 
 def test_bad_arguments_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
