@@ -44,8 +44,14 @@ def text(rows: list[Row]) -> str:
         chosen = [row for row in rows if row["study"] == study]
         if chosen:
             parts.append(title + "\n" + _table(chosen))
-    real = next((row["real"] for row in rows if row["study"] == "header"), "")
-    notes = f"real, must, aim, met: against {real}\nreal here: measured in this run's turns, where it can be imported"
+    header = next((row for row in rows if row["study"] == "header"), {})
+    notes = (
+        f"real, must, aim, met: against {header.get('real', '')}\n"
+        "real here: measured in this run's turns, where it can be imported"
+    )
+    if "load_average" in header:
+        load = ", ".join(map(str, header["load_average"]))
+        notes += f"\nload of the machine's {header['cpus']} CPUs before the run (1, 5, 15 minutes): {load}"
     return "\n\n".join([*parts, notes]) + "\n"
 
 

@@ -11,6 +11,7 @@ Nothing is timed before the designs' forms were found to decide alike on this wo
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 from collections.abc import Callable, Iterable, Iterator
@@ -73,13 +74,15 @@ def run(chosen: Iterable[str], effort: Effort, say: Say) -> Iterator[Row]:
 
 
 def header(effort: Effort) -> Row:
-    """Where the figures come from."""
+    """Where the figures come from. `load_average` is that of the last 1, 5 and 15 minutes before the run."""
     return {
         "schema_version": SCHEMA_VERSION,
         "study": "header",
         "kvarena": code_version(),
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
         "real": SOURCE,
         "requests": effort.num_requests,
         "repeats": effort.repeats,
