@@ -118,20 +118,28 @@ def measure_reuse(requests: Sequence[Request], *, replies: bool = False) -> Reus
     """Walk the requests in order through a tree that never forgets.
 
     replies: what is published includes each reply but its last token, whose KV is never written.
+    Replies under ids of their own (`outputs.py`) in a trace of coarser ids serve nothing and are left out.
     A trace of hash ids is walked id by id (`grain` tokens each): its last, partial id is matched only by an equal
     prompt end, so the count is exact.
     """
     tree = PrefixTree()
     prefix, source = [], []
-    grain = 1
+    grain, fine = 1, replies and any(map(_has_tokens_of_later_prompts, requests))
     for index, request in enumerate(requests):
-        ids, grain = _ids(request)
+        ids, grain = (request.prompt_ids(), 1) if fine else _ids(request)
         known, brought_by = tree.add(ids, index, request.namespace)
         prefix.append(min(known * grain, request.num_prompt_tokens))
         source.append(brought_by)
-        if replies and request.output_ids is not None and len(request.output_ids) > 1:
-            tree.add(_joined(ids, request.output_ids[:-1]), index, request.namespace)
+        reply = request.reply_ids() if replies and grain == 1 else None
+        if reply is not None and len(reply) > 1:
+            tree.add(_joined(ids, reply[:-1]), index, request.namespace)
     return Reuse(prefix, source, tree.num_ids * grain)
+
+
+def _has_tokens_of_later_prompts(request: Request) -> bool:
+    """Whether a reply at token grain can return in a trace of coarser ids; ids below zero are nobody's."""
+    reply = request.reply_tokens
+    return reply is not None and len(reply) > 0 and int(reply[0]) >= 0
 
 
 def _ids(request: Request) -> tuple[Any, int]:

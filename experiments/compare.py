@@ -26,6 +26,7 @@ from kvarena.experiments.replay import Lane, Replay
 from kvarena.experiments.results import Result, refuse_foreign
 from kvarena.experiments.samples import Samples
 from kvarena.experiments.specs import AllocatorEntry, allocator_entry
+from kvarena.experiments.traces.outputs import with_outputs
 
 
 @dataclass
@@ -48,6 +49,7 @@ def compare(
     requests: int | None = None,
     format: str | None = None,
     unit: Literal["tokens", "ids"] | None = None,
+    replies: Literal["trace", "none", "unreachable", "inferred", "recorded", "band"] | None = None,
     resample: int | None = None,
     options: Mapping[str, Any] | None = None,
     live: int | None = None,
@@ -108,7 +110,7 @@ def run(config: Config, *, source: Any = None, progress: bool = False, out: Path
         for cell in cells:
             lane = _run_cell(cell, config, samples, bar)
             samples.add(cell, lane)
-            _collect(rows, cell, lane, config)
+            _collect(rows, cell, lane, config, _lower_edge(cell, config))
     return _result(config, workloads, cells, rows, samples.check(), started)
 
 
@@ -118,10 +120,22 @@ def _run_cell(cell: Cell, config: Config, samples: Samples, bar: ProgressBar) ->
     return replay.run(cell.workload.requests, bar.tick(cell))
 
 
+def _lower_edge(cell: Cell, config: Config) -> Lane | None:
+    """With replies = "band": the cell once more, with replies that take room and serve nothing."""
+    if config.workload.replies != "band":
+        return None
+    workload = cell.workload
+    requests, _ = with_outputs(
+        workload.requests, workload.trace.visible, "unreachable", tokens_per_id=workload.tokens_per_id
+    )
+    engine = config.engine.model_copy(update={"outputs": "replay", "steps_every": len(requests) + 1})
+    return Replay(cell.entry.build(cell.budget.num_pages), engine).run(requests)
+
+
 # --- collecting ---
 
 
-def _collect(rows: _Rows, cell: Cell, lane: Lane, config: Config) -> None:
+def _collect(rows: _Rows, cell: Cell, lane: Lane, config: Config, lower: Lane | None) -> None:
     keys = {"seed": cell.workload.seed, "pool_bytes": cell.pool_bytes, "allocator": cell.entry.name}
     size, pages = cell.entry.page_size, cell.budget.num_pages
     requests = pd.DataFrame([asdict(row) for row in lane.requests])
@@ -129,6 +143,8 @@ def _collect(rows: _Rows, cell: Cell, lane: Lane, config: Config) -> None:
     requests["prefix_tokens"] = reuse.prefix_tokens
     requests["source"] = reuse.source
     requests["ceiling_tokens"] = ceilings(reuse, lengths, size, cell.entry.last_token_rule)
+    if lower is not None:
+        requests["hit_tokens_unreachable"] = [row.hit_tokens for row in lower.requests]
     rows.requests.append(_keyed(keys, requests))
     rows.steps.append(_keyed(keys, pd.DataFrame([asdict(row) for row in lane.steps])))
     token_bytes = config.pool.shape.bytes_per_token * cell.workload.tokens_per_id
@@ -141,10 +157,16 @@ def _collect(rows: _Rows, cell: Cell, lane: Lane, config: Config) -> None:
             "requests": len(lane.requests),
             **_rate_ceiling(cell, requests),
             **metrics.summarise_requests(lane.requests),
+            **({} if lower is None else _unreachable(lower)),
             **metrics.summarise_steps(lane.steps, pages, size, token_bytes),
         }
     )
     rows.timings += [{**keys, **row} for row in metrics.summarise_times(lane.nanoseconds)]
+
+
+def _unreachable(lane: Lane) -> dict[str, float | None]:
+    found = metrics.summarise_requests(lane.requests)
+    return {f"{name}_unreachable": found[name] for name in ("token_hit_rate", "token_hit_rate_last_half")}
 
 
 def _rate_ceiling(cell: Cell, requests: pd.DataFrame) -> dict[str, float | None]:
@@ -231,7 +253,12 @@ def _warnings(config: Config, workloads: list[Workload]) -> list[str]:
             f"page rounding below {visible.grain} tokens is not observable here: one id of the trace stands for "
             f"{visible.grain} tokens"
         )
-    if config.engine.outputs == "none" and visible.outputs == "recorded":
+    if config.workload.replies == "band":
+        found.append(
+            "replies without ids: rates lie between none (prompts alone fill the cache) and unreachable (replies take "
+            "room and serve nothing)"
+        )
+    elif config.engine.outputs == "none" and visible.outputs == "recorded":
         found.append("prompts only: the trace's replies were not replayed (outputs = 'replay' does)")
     elif visible.outputs in ("none", "unreachable"):
         found.append(f"hits on generated tokens are not observable here: the trace's outputs are {visible.outputs!r}")

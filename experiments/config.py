@@ -36,6 +36,9 @@ class WorkloadConfig(_Section):
     requests  only the first so many; None: all
     unit      "tokens", or "ids": each id of a hashed trace is one token (page_size then counts ids)
     resample  k >= 1: the k-th draw of the trace's sessions or prefix families (`families.py`); None: as it is
+    replies   what is assumed of replies: "trace" (as the trace has them), "none", "unreachable", "inferred" or
+              "recorded" (see `traces/outputs.py`); "band" replays prompts alone and, for the lower edge of the rate,
+              once more with unreachable replies
     options   parameters of a built-in workload
     """
 
@@ -44,6 +47,7 @@ class WorkloadConfig(_Section):
     seeds: PositiveInt | Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1)] = 1
     requests: PositiveInt | None = None
     unit: Literal["tokens", "ids"] = "tokens"
+    replies: Literal["trace", "none", "unreachable", "inferred", "recorded", "band"] = "trace"
     resample: PositiveInt | None = None
     options: dict[str, Any] = Field(default_factory=dict)
 

@@ -228,8 +228,9 @@ def last_holder(requests: ListLike[Request], index: int, position: int, *, repli
     for earlier in range(index - 1, -1, -1):
         request = requests[earlier]
         ids = np.asarray(request.prompt_ids())[: position + 1]
-        if replies and request.output_ids is not None and len(ids) < len(wanted):
-            ids = np.concatenate([ids, request.output_ids[:-1][: len(wanted) - len(ids)]])
+        reply = request.reply_ids() if replies else None
+        if reply is not None and len(ids) < len(wanted):
+            ids = np.concatenate([ids, reply[:-1][: len(wanted) - len(ids)]])
         if request.namespace == requests[index].namespace and np.array_equal(ids, wanted):
             return earlier
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvarena.experiments.ceilings import Reuse, measure_reuse
@@ -10,7 +10,7 @@ from kvarena.experiments.config import Config, ConfigError
 from kvarena.experiments.replay import longest_tokens
 
 if TYPE_CHECKING:
-    from kvarena.experiments.traces.base import Request, Trace
+    from kvarena.experiments.traces.base import Request, Trace, Visible
 
 
 @dataclass
@@ -62,7 +62,10 @@ def _load(config: Config, seed: int, source: Any) -> Workload:
     tokens_per_id = 1
     if asked.unit == "ids":
         requests, tokens_per_id = as_ids(requests), trace.visible.grain
-    elif config.engine.outputs == "replay" and trace.visible.grain > 1:
+    requests, visible = _assume(config, requests, trace.visible, tokens_per_id)
+    trace = replace(trace, visible=visible)
+    replied = any(request.reply_ids() is not None for request in requests)
+    if config.engine.outputs == "replay" and trace.visible.grain > 1 and not replied:
         raise ConfigError(
             "engine.outputs",
             f"'replay' needs token ids; one id of {trace.name} stands for {trace.visible.grain} tokens",
@@ -72,10 +75,25 @@ def _load(config: Config, seed: int, source: Any) -> Workload:
     return Workload(seed, trace, requests, reuse, tokens_per_id, longest, name)
 
 
+def _assume(
+    config: Config, requests: list[Request], visible: Visible, tokens_per_id: int
+) -> tuple[list[Request], Visible]:
+    """The requests under what the config assumes of replies."""
+    from kvarena.experiments.traces.outputs import with_outputs
+
+    if config.workload.replies == "band" and config.engine.outputs == "replay":
+        raise ConfigError(
+            "workload.replies",
+            "'band' is for a comparison of prompts (outputs = 'none'), which it replays once more with replies",
+        )
+    try:
+        return with_outputs(requests, visible, config.workload.replies, tokens_per_id=tokens_per_id)
+    except ValueError as error:
+        raise ConfigError("workload.replies", str(error)) from None
+
+
 def as_ids(requests: list[Request]) -> list[Request]:
     """Each hash id as one token: the trace at its own grain."""
-    from dataclasses import replace
-
     for request in requests:
         if request.hash_ids is None:
             raise ConfigError("workload.unit", "'ids' needs a trace with hash ids; this one has token ids")

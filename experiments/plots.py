@@ -35,6 +35,7 @@ __all__ = [
 
 MAX_POINTS = 1500
 BAND_ALPHA = 0.18
+OUTPUTS_BAND = "replies: none (line) to unreachable"
 _LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8, "borderaxespad": 0}
 WASTE_KINDS = {"tail_waste_bytes": "tail", "reservation_bytes": "reservation", "duplicate_bytes": "duplicates"}
 VERBS = ("pin", "reserve", "commit", "release")
@@ -75,12 +76,17 @@ def _hit_rate(result: Result, ax: Axes) -> Axes:
     for name, look in _looks(result).items():
         table = _over_seeds(result.summary, name, "token_hit_rate", scale=100)
         draw_series(ax, table["pool_bytes"], table["mean"], look, band=_band(result, table))
+        _outputs_band(result, ax, name, look, table)
         ceiling = _over_seeds(result.summary, name, "token_hit_rate_ceiling", scale=100)["mean"].dropna()
         if len(ceiling):
             ax.axhline(ceiling.iloc[0], color=look.colour, linestyle=(0, (2, 2)), linewidth=1, zorder=1)
     ax.axhline(0, color="#555555", linewidth=1, linestyle=":", zorder=1)
     for dashes, text in (((0, (2, 2)), "infinite cache, at each design's grain"), (":", "no cache")):
         ax.plot([], [], color="#555555", linestyle=dashes, linewidth=1, label=text)
+    if "token_hit_rate_unreachable" in result.summary:
+        ax.fill_between(
+            [], [], [], color="#555555", alpha=BAND_ALPHA, hatch="\\\\\\\\", linewidth=0, label=OUTPUTS_BAND
+        )
     seeds = result.summary["seed"].nunique()
     if seeds > 1:
         ax.fill_between([], [], [], color="#555555", alpha=BAND_ALPHA, linewidth=0, label=f"range over {seeds} seeds")
@@ -88,6 +94,15 @@ def _hit_rate(result: Result, ax: Axes) -> Axes:
     ax.set_ylim(min(0.0, ax.get_ylim()[0]), max(1.0, ax.get_ylim()[1]))
     _pool_axis(ax, result.summary)
     return _finish(ax, result.summary)
+
+
+def _outputs_band(result: Result, ax: Axes, name: str, look: Look, table: pd.DataFrame) -> None:
+    """From replies that are left out (the line) down to replies that take room and serve nothing."""
+    if "token_hit_rate_unreachable" not in result.summary:
+        return
+    lower = _over_seeds(result.summary, name, "token_hit_rate_unreachable", scale=100)["mean"]
+    hatching: dict[str, Any] = {"hatch": "\\\\\\\\", "edgecolor": look.colour, "linewidth": 0}
+    ax.fill_between(table["pool_bytes"], lower, table["mean"], facecolor=look.colour, alpha=BAND_ALPHA, **hatching)
 
 
 @_styled

@@ -65,7 +65,11 @@ def footer(config: Mapping[str, Any], trace_name: str, visible_outputs: str) -> 
     model = config["pool"]["model"] if isinstance(config["pool"]["model"], str) else "own model shape"
     digest = hashlib.sha256(tomli_w.dumps(config).encode()).hexdigest()[:10]
     parts = (f"kvarena {kvarena.__version__}", trace_name, model, how)
-    return " · ".join([*parts, f"outputs {visible_outputs}", f"config {digest}"])
+    band = config["workload"].get("replies") == "band"
+    outputs = "none to unreachable (band)" if band else visible_outputs
+    if "scheduler" in engine and visible_outputs == "none":
+        outputs = "unreachable"  # an engine writes its replies, under ids that no prompt has
+    return " · ".join([*parts, f"outputs {outputs}", f"config {digest}"])
 
 
 def sha256(path: Path) -> str:

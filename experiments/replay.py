@@ -209,9 +209,8 @@ class Replay:
         return live
 
     def _reply(self, request: Request) -> Any:
-        if self.engine.outputs == "none" or request.output_ids is None:
-            return None
-        return request.output_ids.tolist()
+        reply = None if self.engine.outputs == "none" else request.reply_ids()
+        return None if reply is None else reply.tolist()
 
     def _enter(self, live: _Live) -> Pin | None:
         start = time.perf_counter_ns()
@@ -381,8 +380,8 @@ def longest_tokens(requests: Iterable[Request], outputs: str) -> tuple[int, str]
     """Tokens with KV of the longest request (with its reply but the last token when replayed), and its id."""
     longest, name = 0, ""
     for request in requests:
-        reply = len(request.output_ids) - 1 if outputs == "replay" and request.output_ids is not None else 0
-        tokens = request.num_prompt_tokens + max(reply, 0)
+        reply = request.reply_ids() if outputs == "replay" else None
+        tokens = request.num_prompt_tokens + (0 if reply is None else max(len(reply) - 1, 0))
         if tokens > longest:
             longest, name = tokens, request.request_id
     return longest, name

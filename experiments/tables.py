@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 MEASURES = {
     "token_hit_rate": ("token hit rate, whole run", "percent"),
     "token_hit_rate_last_half": ("token hit rate, last half", "percent"),
+    "token_hit_rate_unreachable": ("token hit rate, replies unreachable", "percent"),
     "token_hit_rate_ceiling": ("ceiling: infinite cache at its own grain", "percent"),
     "request_hit_rate": ("requests with a hit", "percent"),
     "num_pages": ("pages", "count"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,11 @@ def _last_half(cell: CellRows) -> float | None:
     return _hit_rate(rows[rows["index"] >= len(cell.requests) // 2])
 
 
+def _lower_edge(cell: CellRows) -> pd.DataFrame:
+    """The requests with the hits that they had beside unreachable replies."""
+    return cell.admitted.assign(hit_tokens=cell.admitted["hit_tokens_unreachable"])
+
+
 def _ceiling(cell: CellRows) -> float | None:
     if not cell.about["shares_prefixes"]:
         return None
@@ -139,6 +144,8 @@ SHARED: dict[str, Recompute] = {
     "token_hit_rate_ceiling": _ceiling,
     "token_hit_rate": lambda cell: _hit_rate(cell.admitted),
     "token_hit_rate_last_half": _last_half,
+    "token_hit_rate_unreachable": lambda cell: _hit_rate(_lower_edge(cell)),
+    "token_hit_rate_last_half_unreachable": lambda cell: _last_half(replace(cell, requests=_lower_edge(cell))),
     "request_hit_rate": lambda cell: rate((cell.admitted["hit_tokens"] > 0).sum(), len(cell.admitted)),
     "prompt_tokens": _sum("num_prompt_tokens", "admitted"),
     "hit_tokens": _sum("hit_tokens", "admitted"),

@@ -17,7 +17,7 @@ def load_trace(
 
     spec      name of a built-in workload (`chat`, `mooncake_like` ...; options are its parameters, `seed` among them);
               name of a known trace found under KVARENA_TRACES or in the cache (`kvarena trace list`);
-              path of a .jsonl, .jsonl.gz, .csv or .csv.gz file; DataFrame with the fields of a format as columns;
+              path of a .jsonl, .csv or .msgpack file, plain or .gz; DataFrame with the fields of a format as columns;
               list of token lists, or of dicts with the fields of a format; or a Trace
     format    name of a format; None = recognised by the fields of the first row
     speed     arrivals come this many times faster (2.0 halves all gaps); the lengths stay

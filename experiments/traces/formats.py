@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-Kind = Literal["jsonl", "csv"]
+Kind = Literal["jsonl", "csv", "msgpack"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Options:
     keep_failed   keep rows whose reply is empty (BurstGPT marks failed calls so)
     keep_copies   keep conversations that are exact copies of an earlier one (WEKA)
     start_every_s conversations that have no start of their own start one after the other, that far apart (WEKA)
+    engine        who published the KV events: "vllm" or "sglang" (their replies are stored in different ways)
     tokenizer     text -> token ids, for formats that hold text; one with `apply_chat_template` renders chats itself
     path          the file that is read, for formats that need its neighbours; set by the loader
     """
@@ -39,6 +40,7 @@ class Options:
     keep_failed: bool = False
     keep_copies: bool = False
     start_every_s: float = 60.0
+    engine: str = "vllm"
     tokenizer: Any = None
     path: Path | None = None
 
@@ -84,6 +86,7 @@ class Format:
     grain             tokens that one id stands for unless a row or the caller says otherwise; 0 = lengths only
     matches           does a first row with these fields belong to this format?
     parse             rows to raw requests
+    notes             what is to be said with every trace of this format
     options           names of the `Options` that it honours
     open_folder       rows of a folder, for formats that are spread over files
     holds             does this folder hold such files?
@@ -98,6 +101,7 @@ class Format:
     matches: Callable[[Mapping[str, Any]], bool]
     parse: Parse
     options: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
     open_folder: Callable[[Path], RowSource] | None = None
     holds: Callable[[Path], bool] | None = None
 
@@ -115,6 +119,7 @@ _BUILT_IN = (
     "azure",
     "burstgpt",
     "vidur",
+    "kv_events",
 )
 """Modules of this package with a FORMAT, the more special first: the first match wins."""
 
@@ -190,6 +195,7 @@ _FLAG = ("true or false", lambda value: isinstance(value, bool))
 _OPTION_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "grain": ("a whole number >= 1", lambda value: type(value) is int and value >= 1),
     "full_blocks": _FLAG,
+    "engine": ("vllm or sglang", lambda value: value in ("vllm", "sglang")),
     "keep_failed": _FLAG,
     "keep_copies": _FLAG,
     "start_every_s": ("a number of seconds from 0 to 1e9", lambda value: _is_number(value) and 0 <= value <= 1e9),

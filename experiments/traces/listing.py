@@ -89,3 +89,26 @@ def byte_bar(total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=Console(file=sys.stderr)) as bar:
         task = bar.add_task("fetch", total=total or None)
         yield lambda size: bar.advance(task, size)
+
+
+@contextmanager
+def counted(what: str, total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
+    """Counts up to `total` on stderr: a bar on a terminal, a line every tenth in a log; yields what advances it."""
+    if shown and sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(file=sys.stderr)) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda: bar.advance(task)
+        return
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if shown and done % max(1, total // 10) == 0:
+            print(f"{done:,} of {total:,} {what}", file=sys.stderr, flush=True)
+
+    yield advance

@@ -27,13 +27,18 @@ from kvarena.experiments.traces.formats import (
     recognise_folder,
 )
 from kvarena.experiments.traces.lines import MAX_DOCUMENT_BYTES, TextFile
+from kvarena.experiments.traces.packed import SUFFIX as PACKED
+from kvarena.experiments.traces.packed import PackedFile
 from kvarena.experiments.traces.rows import Row, RowSource, csv_rows, document_rows, frame_rows, json_rows, list_rows
 from kvarena.experiments.traces.visible import ChainCheck, VisibleMeasure
 from numpy.typing import NDArray
 
 
 def load_file(path: Path, format: str | None, *, name: str, options: dict[str, Any], **settings: Any) -> Trace:
-    """A trace from a file (.jsonl, .json, .csv, each also .gz) or a folder. Raises ValueError as `load_trace` says."""
+    """A trace from a file (.jsonl, .json, .csv, .msgpack, each also .gz) or a folder.
+
+    Raises ValueError as `load_trace` says.
+    """
     fmt = get_format(format) if format else None
     if path.is_dir():
         fmt = fmt or recognise_folder(path)
@@ -51,6 +56,8 @@ def load_rows(rows: RowSource, format: str | None, *, name: str, options: dict[s
 
 
 def _file_rows(path: Path, fmt: Format | None) -> tuple[RowSource, tuple[str, ...]]:
+    if PACKED in path.suffixes or (fmt is not None and fmt.kind == "msgpack"):
+        return PackedFile(path), ("msgpack",)
     suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
     suffix = suffixes[-1] if suffixes else ""
     if fmt.kind == "csv" if fmt else suffix == ".csv":
@@ -110,7 +117,11 @@ def _trace(
         num_requests=scan.num_requests,
         source=source if path is None else {"path": str(path), **source},
         path=path,
-        warnings=scan.warnings() + (rows.notes() if isinstance(rows, CsvFile) else []),
+        warnings=[
+            *scan.warnings(),
+            *fmt.notes,
+            *(rows.notes() if isinstance(rows, CsvFile | PackedFile) else []),
+        ],
     )
 
 
