@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 from kvarena.experiments.bench.cli import bench_app
-from kvarena.experiments.claims.commands import add_claims_command
+from kvarena.experiments.claims_commands import add_claims_command
 from kvarena.experiments.commands import add_commands
 from kvarena.experiments.diagram_commands import add_diagram_command
 from kvarena.experiments.engine.commands import add_run_command
