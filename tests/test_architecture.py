@@ -167,6 +167,10 @@ def test_import_kvarena_loads_neither_numpy_nor_torch():
     assert not loaded("import kvarena") & {"numpy", "torch", "triton", "pandas", "matplotlib", "pydantic"}
 
 
+def test_the_command_line_waits_with_what_only_its_commands_need():
+    assert not loaded("import kvarena.experiments.cli") & {"numpy", "torch", "pandas", "matplotlib", "pydantic"}
+
+
 def test_making_and_using_allocators_loads_no_torch():
     script = """
 import kvarena as kv
