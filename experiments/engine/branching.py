@@ -45,7 +45,6 @@ def child_of(parent: EngineRequest, name: str, num_tokens: int, token: int) -> E
     )
     child = EngineRequest(seq, parent.max_tokens, parent.requested, parent.arrival_s, parent.priority)
     child.parent = parent.id
-    child.forked = parent.forked = True
     return child
 
 
@@ -61,6 +60,7 @@ def fork(scheduler: Scheduler, parent: EngineRequest, child: EngineRequest, num_
         scheduler.waiting.appendleft(child)
         return False
     child.state, child.num_computed = State.RUNNING, num_tokens
+    child.forked = parent.forked = True
     scheduler.forks += 1
     scheduler.copied_pages += len(made.copies)
     scheduler.join(child)

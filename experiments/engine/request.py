@@ -64,7 +64,7 @@ class EngineRequest:
     samples         replies that go on from its prompt, itself included
     beams           it is a beam of these
     parent          id of the request that it was forked from
-    forked          it took part in a fork, so pages that it writes may be shared
+    forked          it took part in a fork since it was admitted, so a page that it writes may be shared
     branched        its other samples were forked
     """
 
@@ -142,6 +142,7 @@ class EngineRequest:
         self.lost_tokens = self.num_computed
         self.num_computed = 0
         self.num_in_flight = 0
+        self.forked = False
         self.num_preemptions += 1
         self.epoch += 1
         self.state = State.PREEMPTED

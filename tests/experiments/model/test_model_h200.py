@@ -75,12 +75,14 @@ def test_a_row_a_step_says_what_was_computed(design: str) -> None:
         assert row["host_us"] > 0
 
 
-@pytest.mark.parametrize("design", ["block-16", "contiguous-max"])
-def test_what_is_measured_to_fit_is_what_the_closed_form_promises(design: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("design", "mib"), [("block-16", 2), ("contiguous-max", 3)])
+def test_what_is_measured_to_fit_is_what_the_closed_form_promises(
+    design: str, mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(model_capacity, "BEHIND_PEAK", 3)
     shape: Any = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": "float32"}
     limits: Any = {"loads": ["shared"], "rows": 16, "max_model_len": 4400}
-    cells = capacity_plan(shape, on=small_card("CPU", 2), panels=["equal"], designs=[design], **limits)
+    cells = capacity_plan(shape, on=small_card("CPU", mib), panels=["equal"], designs=[design], **limits)
     (row,) = model_capacity.rows(cells, model_capacity.Place("cpu", "torch"))
     assert row["measured"] == row["predicted"] > 1
     assert [burst["carried"] for burst in row["bursts"]] == [True, False]
