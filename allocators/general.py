@@ -145,12 +145,12 @@ class GeneralAllocator(KVAllocator):
         fits = rules.serves_all(plans, self.pool.room - self._num_idle(self._rows.values()))
         evicted: list[int] = []
         if plans and rules.evicts_ahead(self.design) and (fits or self.design.refused_evicts):
-            self._hold_pins()
             evicted = self._evict(rules.demand(self.design, plans) - self.pool.num_free, plans[0].row.seq)
         if not fits:
             self._refuse_all(plans)
             return None
-        self._hold_pins()
+        if any(rules.does_something(self.design, plan) for plan in plans):
+            self._hold_pins()
         for plan in plans:
             plan.row.admitted = True
         answers = []
@@ -203,7 +203,10 @@ class GeneralAllocator(KVAllocator):
                 self._drop(plan.row)
 
     def _evict(self, count: int, seq: Sequence | None, reason: str = "capacity") -> list[int]:
-        evicted = self.pool.evict(count) if count > 0 else []
+        if count <= 0:
+            return []
+        self._hold_pins()
+        evicted = self.pool.evict(count)
         if evicted:
             self._note(EventKind.EVICT, seq, evicted, reason)
         return evicted
@@ -285,9 +288,9 @@ class GeneralAllocator(KVAllocator):
         out.duplicates += numbers(done.duplicates)
         given = [page for run in done.freed for page in run]
         if row.held:
-            pages = row.named[::-1] if self.design.reversed_release else row.named
+            pages = self._leaving(row)
             self._note(EventKind.RELEASE, row.seq, numbers(pages), reason.value)
-            freed, cached = self.pool.let_go(pages)
+            freed, cached = self.pool.let_go(pages, used=row.admitted or not self._tree)
             given += freed
             out.cached += numbers(cached)
             row.held = False
@@ -298,6 +301,9 @@ class GeneralAllocator(KVAllocator):
             self.pool.put_back(given)
         self._drop(row)
 
+    def _leaving(self, row: Row) -> list[Page]:
+        return row.named[::-1] if self.design.reversed_release else row.named
+
     def _publish_rest(self, row: Row, reason: Release) -> Published:
         tokens = rules.publish_at_release(self.design, row, reason)
         if tokens is not None and tokens > row.seq.num_prefill_tokens:
@@ -307,7 +313,7 @@ class GeneralAllocator(KVAllocator):
         return self._publish(row, tokens)
 
     def _withdraw(self, row: Row, start: int, reason: Release) -> list[int]:
-        if start < len(row.pages):
+        if start < row.published:
             self._hold_pins()  # one may name these pages
         dropped = self._publisher.withdraw(row, start, spares_shared=reason is Release.PREEMPT)
         if dropped:
@@ -323,7 +329,8 @@ class GeneralAllocator(KVAllocator):
 
     def _forget(self, row: Row) -> None:
         if row.held:
-            self.pool.put_back(self.pool.let_go(row.named)[0])
+            # In a queue who was held and comes to nothing goes to the tail all the same (vLLM 0.32.0).
+            self.pool.put_back(self.pool.let_go(self._leaving(row), used=not self._tree)[0])
         row.seq.num_computed_tokens = 0
         row.text.users -= 1
         self.pool.tidy(row.text)
@@ -332,10 +339,8 @@ class GeneralAllocator(KVAllocator):
 
     def evict(self, num_tokens: int) -> list[int]:
         """Drop cached content until `num_tokens` tokens fit into free pages, or none is left."""
-        short = -(-whole(num_tokens, "num_tokens") // self.page_size) - self.pool.num_free
-        if short > 0:
-            self._hold_pins()
-        return self._evict(short, None, "demand")
+        needed = -(-whole(num_tokens, "num_tokens") // self.page_size)
+        return self._evict(needed - self.pool.num_free, None, "demand")
 
     def page_ids(self, seq: Sequence) -> array[int]:
         """Pages of a live sequence, a copy."""

@@ -90,14 +90,14 @@ class PagePool:
         elif self.in_tree:
             self.offer(stays.copies)
 
-    def split_below(self, text: Text) -> None:
-        """An edge that goes on behind `text` ends here from now on; what it cuts off may count as used."""
-        if text.run_on is None:
-            return
-        if self.touches_suffix:
+    def split_below(self, text: Text) -> bool:
+        """An edge that goes on behind `text` ends here from now on. True if what it cut off counts as used now."""
+        touched = self.touches_suffix and text.run_on is not None
+        if touched:
             for rest in text.edge_after():
                 self.touch(rest.copies)
         text.run_on = None
+        return touched
 
     # --- holding ---
 
@@ -109,10 +109,10 @@ class PagePool:
             page.locks += 1
             self.shared += page.locks == 2
 
-    def let_go(self, pages: Iterable[Page]) -> tuple[list[Page], list[Page]]:
+    def let_go(self, pages: Iterable[Page], *, used: bool = True) -> tuple[list[Page], list[Page]]:
         """One holder less for each page, in order: (pages that hold nothing now, pages still cached) nobody holds.
 
-        The former are the caller's to put back.
+        The former are the caller's to put back. Not `used`: a pin that came to nothing, which no release counts.
         """
         freed: list[Page] = []
         cached: list[Page] = []
@@ -122,7 +122,7 @@ class PagePool:
             if not page.locks:
                 (cached if page.cached else freed).append(page)
         self.evictable += len(cached)
-        if self.by_release:
+        if self.by_release and used:
             for page in cached:
                 page.last_access = self.tick()
         self.offer(cached)

@@ -60,9 +60,8 @@ class Publisher:
         row = Row(seq, text, pages, size, pool.tick())
         if self.unit and self.design.prefix_cache:
             self._find_part(row, num_tokens)
-        if pool.has_edges:
-            pool.split_below(text)
-        if self.by_access:
+        touched = pool.has_edges and pool.split_below(text)
+        if self.by_access or touched:  # what stands before a used text is never older than it
             pool.touch(row.named)
         return row
 

@@ -77,6 +77,13 @@ def evicts_ahead(design: Design) -> bool:
     return design.index == "tree" or design.refused_evicts or (design.demand_slack > 0 and design.page_size > 1)
 
 
+def does_something(design: Design, plan: Plan) -> bool:
+    """Whether a reserve takes a page, offers one, or admits; if none of a call does, pins wait on (B)."""
+    row = plan.row
+    offers = design.publish == "reserve" and design.prefix_cache and plan.end // design.page_size > row.published
+    return plan.take > 0 or offers or not row.admitted
+
+
 def serves_all(plans: list[Plan], room: int) -> bool:
     """Whether the plans fit into `room` pages in order, the first reserve of each leaving its headroom (B)."""
     for plan in plans:

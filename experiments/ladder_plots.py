@@ -42,7 +42,7 @@ def plot_waterfall(
         ax.barh(place, value, left=at, height=0.62, color=colour, hatch=hatch, edgecolor="white", linewidth=0, zorder=2)
         at += value
         ax.annotate(
-            f"{value:+.2f}" if abs(value) < 1000 else f"{value:+,.0f}",
+            _short(value) if abs(value) < 1000 else f"{value:+,.0f}",
             (max(at, at - value, at - value + high, at - value + low), place),
             xytext=(5, 0),
             textcoords="offset points",
@@ -118,7 +118,7 @@ def _title(made: Ladder, pool: int | None) -> str:
 
 
 def _folded(text: str, width: int = 30) -> str:
-    return textwrap.fill(printable(text).replace("$", r"\$"), width)
+    return textwrap.fill(printable(text).replace("$", r"\$"), width, break_long_words=False)
 
 
 def _axes(size: tuple[float, float]) -> Axes:
@@ -148,8 +148,17 @@ def write_figures(made: Ladder, folder: Path) -> list[Path]:
         plt.switch_backend("agg")
         for name, plot in (("waterfall", plot_waterfall), ("interactions", plot_interactions)):
             figure: Any = plot(made).get_figure()
-            text = textwrap.fill(footer(made), int(figure.get_figwidth() * 26))
-            add_footer(figure, text.split("\n")[0] if text.count("\n") == 0 else text.replace("\n", " "))
+            put_footer(figure, footer(made))
             paths += save_figure(figure, folder / name)
             plt.close(figure)
     return paths
+
+
+def put_footer(figure: Any, text: str) -> None:
+    """Provenance under the figure, on as many lines as its width asks for, without a date."""
+    lines = textwrap.wrap(text, int(figure.get_figwidth() * 25))
+    add_footer(figure, "")
+    share = 0.11 * len(lines) / figure.get_figheight() + 0.01
+    figure.get_layout_engine().set(rect=(0, share, 1, 1 - share))
+    shown = "\n".join(printable(line).replace("$", r"\$") for line in lines)
+    figure.text(0.008, 0.005, shown, fontsize=5.5, color="#777777", ha="left", va="bottom")

@@ -12,6 +12,7 @@ from kvarena.allocators.interface import KVAllocator
 from kvarena.experiments.random_ops import RandomOps
 from kvarena.experiments.scenarios import Scenario, ScenarioRunner, read_scenario, run_scenario
 from support.block_actors import Actors
+from support.crowd import Crowd
 from support.golden import find_log, first_difference, load_jsonl, log_files, plain_name
 
 LONG = 400  # ops; longer scenarios are verified every CHECK_EVERY ops
@@ -159,6 +160,20 @@ def test_block_actors_with_results_that_come_late_see_no_difference(name: str, s
         assert both[0].room() == both[1].room()
         assert both[0].capacity().duplicates == both[1].capacity().duplicates
         assert both[0].capacity().shared == both[1].capacity().shared
+    both[1].check()
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["tokens", "given_ids"])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("num_pages", "page_size"), [(9, 4), (40, 2), (64, 1)])
+def test_a_crowd_in_every_stage_sees_no_difference_to_block(
+    num_pages: int, page_size: int, seed: int, given: bool
+) -> None:
+    both = both_forms({"kind": "block", "page_size": page_size}, num_pages)
+    crowds = [Crowd(allocator, seed, given) for allocator in both]
+    for _ in range(150):
+        assert crowds[0].step() == crowds[1].step()
+        assert both[0].room() == both[1].room()
     both[1].check()
 
 
