@@ -16,13 +16,13 @@ it is. The steps add up to the whole difference, to the request.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
 from kvarena.experiments.capacity_law import Rules, capacity, largest, without
-from kvarena.experiments.capacity_loads import LOADS, Load, first, make_load
+from kvarena.experiments.capacity_loads import LOADS, STUDY, Load, first, make_load
 from kvarena.experiments.capacity_run import Burst, run_burst
 from kvarena.experiments.capacity_sizing import (
     MIB,
@@ -82,7 +82,7 @@ class Cell:
     sizing: Sizing
     rules: Rules
     shape: ModelShape
-    model: str
+    model: str | Mapping[str, Any]
     ideal: int
     predicted: int
     lost: dict[str, int]
@@ -133,15 +133,16 @@ class Found:
 
 
 def capacity_plan(
-    model: str = "llama-3-8b",
+    model: str | Mapping[str, Any] = "llama-3-8b",
     *,
     on: Card | None = None,
     panels: Iterable[str] = tuple(PANELS),
-    loads: Iterable[str] = tuple(LOADS),
+    loads: Iterable[str] = STUDY,
     designs: Iterable[str] = tuple(DESIGNS),
     max_model_len: int = 131_072,
     declared: int = DECLARED,
     rows: int = 2048,
+    step_tokens: int = 8192,
     seed: int = 0,
 ) -> list[Cell]:
     """Every cell of the study, with its prediction. Raises ValueError for unknown names, and when a pool cannot be.
@@ -153,8 +154,10 @@ def capacity_plan(
         for name in names:
             if name not in known:
                 raise ValueError(f"{what}: expected one of {', '.join(known)}, found {name!r}")
-    chosen = on or card(model)
-    server = Server(rows=rows, max_model_len=max_model_len)
+    if on is None and not isinstance(model, str):
+        raise ValueError("on: a shape of one's own needs a card, whose weights are known")
+    chosen = on or card(str(model))
+    server = Server(rows, max_model_len, step_tokens, step_tokens)
     return [
         _cell(panel, load, design, model, shape, chosen, server, declared, seed)  # type: ignore[arg-type]
         for panel in panels
@@ -167,7 +170,7 @@ def _cell(
     panel: Panel,
     load: str,
     design: str,
-    model: str,
+    model: str | Mapping[str, Any],
     shape: ModelShape,
     on: Card,
     server: Server,

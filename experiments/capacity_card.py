@@ -38,7 +38,7 @@ CARD_CELLS = (
 )
 
 
-def card_plan(names: Iterable[str] = CARD_CELLS, model: str = "llama-3-8b", **options: Any) -> list[Cell]:
+def card_plan(names: Iterable[str] = CARD_CELLS, model: Any = "llama-3-8b", **options: Any) -> list[Cell]:
     """The cells of those names (panel/load/design), in that order; `options` are those of `capacity_plan`. Raises
     ValueError for an unknown one."""
     cells = []

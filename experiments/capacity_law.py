@@ -84,17 +84,20 @@ def largest(carried: Callable[[int], bool], most: int, guess: int | None = None)
 
 
 def carried(load: Load, rules: Rules) -> bool:
-    """Whether nobody of the burst is preempted or waits for room."""
+    """Whether all of the burst are live at once, and nobody is preempted or waits for room."""
     if len(load) > rules.rows:
         return False
     if rules.policy == "sglang" and rules.reserves and not sglang_admits(load, rules):
         return False
-    return int(demand(load, rules).max()) <= rules.num_pages
-
-
-def demand(load: Load, rules: Rules) -> Ints:
-    """D(t), int64 [steps]: pages held in each step, if there is always room. O(output tokens)."""
     done = prefill_ends(load, rules)
+    if done.max() >= (done + load.outputs + rules.lag).min() - 1:
+        return False  # the first has ended before the last is there
+    return int(demand(load, rules, done).max()) <= rules.num_pages
+
+
+def demand(load: Load, rules: Rules, done: Ints | None = None) -> Ints:
+    """D(t), int64 [steps]: pages held in each step, if there is always room. O(output tokens)."""
+    done = prefill_ends(load, rules) if done is None else done
     fixed = _shared_pages(load, rules)
     lives = load.outputs + rules.lag
     age = np.arange(lives.sum()) - np.repeat(np.cumsum(lives) - lives, lives)

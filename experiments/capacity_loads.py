@@ -1,8 +1,9 @@
-"""The three loads of the capacity question: bursts of requests whose lengths, sharing and outputs are known.
+"""Loads of the capacity question: bursts of requests whose lengths, sharing and outputs are known.
 
     chat    prompts as in Azure's 2023 conversation trace (log-normal, median 1,020), nothing shared
     long    long prompts (log-normal, median 12,000), nothing shared
     shared  a system prompt of 2,039 tokens (no page size divides it) for each of 64 groups, and a question of its own
+    short   a small one for trials: 37 shared tokens, about 30 of one's own, 12 to 32 of reply
 
 Replies are at least as long as the prefill of all prompts takes steps, so that all requests of a burst that fits are
 live at once. A burst of N is the first N requests: a longer burst holds the shorter ones.
@@ -45,7 +46,9 @@ LOADS: dict[str, LoadShape] = {
     "chat": LoadShape("chat", "chat lengths", 1020.0, 0.77, 16_000, 300.0),
     "long": LoadShape("long", "long prompts", 12_000.0, 0.5, 64_000, 300.0),
     "shared": LoadShape("shared", "shared prompts", 200.0, 0.5, 2_000, 400.0, groups=64, system_tokens=2039),
+    "short": LoadShape("short", "short prompts", 30.0, 0.5, 90, 20.0, 0.3, 12, 32, groups=8, system_tokens=37),
 }
+STUDY = ("chat", "long", "shared")  # the loads of the capacity question
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,7 @@ def first(load: Load, size: int) -> Load:
     )
 
 
-def _request(
-    rng: np.random.Generator, shape: LoadShape, systems: list[Tokens], seed: int, number: int
-) -> Request:
+def _request(rng: np.random.Generator, shape: LoadShape, systems: list[Tokens], seed: int, number: int) -> Request:
     prompt, reply = (
         int(lognormal_lengths(rng, 1, median=median, sigma=sigma, low=low, high=high)[0])
         for median, sigma, low, high in (
