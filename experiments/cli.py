@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from kvarena.experiments.bench.cli import bench_app
 from kvarena.experiments.claims_commands import add_claims_command
+from kvarena.experiments.capacity_commands import add_capacity_command
 from kvarena.experiments.commands import add_commands
 from kvarena.experiments.diagram_commands import add_diagram_command
 from kvarena.experiments.engine.commands import add_run_command
@@ -86,6 +87,7 @@ add_claims_command(app)
 add_paper_command(app)
 add_diagram_command(app)
 add_fork_command(app)
+add_capacity_command(app)
 add_ladder_command(app)
 add_insight_commands(app)
 

@@ -1,0 +1,238 @@
+"""Carries a capacity study out, keeps it in a folder, and prints it.
+
+capacity.csv     a row a panel, load and design: ideal, predicted, measured, and what each part costs
+bursts.csv       every burst that was run to show it, and those beyond capacity
+sizing.csv       where the card's bytes go, line by line
+result.json      what was asked; provenance.json where it comes from; figures capacity.pdf|svg|png
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from kvarena.experiments.budget import format_bytes
+from kvarena.experiments.capacity import PANELS, PARTS, Cell, Found, beyond_sizes, measure
+from kvarena.experiments.capacity_backends import BACKENDS, page_size_for
+from kvarena.experiments.capacity_loads import load_shape
+from kvarena.experiments.engine.step_time import GpuTimes, load_gpu_times
+from kvarena.experiments.provenance import provenance
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SCHEMA_VERSION = 1
+TABLES = ("capacity", "bursts", "sizing")
+LINES = ("weights", "workspace", "kv", "padding_page", "table", "slot_mapping", "unused", "headroom")
+
+
+@dataclass
+class CapacityResult:
+    """A finished study. Tables as in the module's head; `manifest` model, card, loads and step times as plain data."""
+
+    capacity: pd.DataFrame
+    bursts: pd.DataFrame
+    sizing: pd.DataFrame
+    manifest: dict[str, Any]
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def loads(self) -> list[str]:
+        return list(dict.fromkeys(self.capacity["load"]))
+
+    @property
+    def panels(self) -> list[str]:
+        return list(dict.fromkeys(self.capacity["panel"]))
+
+    def save(self, out: Path | str) -> Path:
+        """Write the folder with its figure. Raises ValueError when `out` holds something else or cannot be written."""
+        from kvarena.experiments.plots_capacity import save_capacity_figure
+
+        folder = Path(out)
+        _refuse_other(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in TABLES:
+                getattr(self, name).to_csv(folder / f"{name}.csv", index=False, lineterminator="\n")
+            _write_json(folder / "provenance.json", self.provenance)
+            save_capacity_figure(self, folder / "capacity")
+            _write_json(folder / "result.json", {"schema_version": SCHEMA_VERSION, "kind": "capacity", **self.manifest})
+        except OSError as error:
+            raise ValueError(f"{out}: cannot be written ({error.strerror})") from None
+        return folder
+
+
+def _refuse_other(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: expected a folder, found a file")
+    if folder.is_dir() and any(folder.iterdir()):
+        load_capacity(folder)
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def load_capacity(path: Path | str) -> CapacityResult:
+    """Read a finished study. Raises ValueError naming what is missing or broken."""
+    folder = Path(path)
+    try:
+        manifest = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        if manifest.pop("schema_version", None) != SCHEMA_VERSION or manifest.pop("kind", None) != "capacity":
+            raise ValueError(f"result.json: expected schema_version {SCHEMA_VERSION} and kind 'capacity'")
+        frames = {name: pd.read_csv(folder / f"{name}.csv", keep_default_na=False) for name in TABLES}
+        where = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, AttributeError, pd.errors.ParserError) as error:
+        raise ValueError(f"{folder}: not a finished capacity study ({error})") from None
+    missing = {"panel", "load", "design", "measured", "predicted"} - set(frames["capacity"])
+    if missing:
+        raise ValueError(f"{folder}: not a finished capacity study (capacity.csv: no {', '.join(sorted(missing))})")
+    return CapacityResult(**frames, manifest=manifest, provenance=where)
+
+
+def run_study(
+    plan: list[Cell],
+    *,
+    beyond: bool = True,
+    jobs: int = 1,
+    gpu: GpuTimes | None = None,
+    tick: Callable[[str], None] | None = None,
+) -> CapacityResult:
+    """Measure every cell; with `beyond`, also the bursts past capacity, in the panel of equal bytes.
+
+    jobs  processes; `tick` is told each finished cell, in words. Raises ValueError for an empty plan.
+    """
+    if not plan:
+        raise ValueError("capacity: expected at least one cell, found none")
+    started, times = time.time(), gpu or load_gpu_times()
+    sizes = beyond_sizes(plan) if beyond else {}
+    work = [(cell, tuple(sizes.get(cell.load, ())) if cell.panel == "equal" else (), times) for cell in plan]
+    found: dict[int, Found] = {}
+    for number, one in _carry_out(work, jobs):
+        found[number] = one
+        if tick is not None:
+            tick(f"{one.cell.name}: predicted {one.cell.predicted}, measured {one.measured}")
+    return collect([found[number] for number in range(len(plan))], times, started)
+
+
+def _measure(work: tuple[Cell, tuple[int, ...], GpuTimes]) -> Found:
+    cell, sizes, gpu = work
+    return measure(cell, beyond=sizes, gpu=gpu)
+
+
+def _carry_out(work: list[tuple[Cell, tuple[int, ...], GpuTimes]], jobs: int) -> Iterable[tuple[int, Found]]:
+    if jobs == 1:
+        for number, each in enumerate(work):
+            yield number, _measure(each)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(_measure, each): number for number, each in enumerate(work)}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+def collect(found: list[Found], gpu: GpuTimes, started: float) -> CapacityResult:
+    """The tables of a study."""
+    bursts = []
+    for one in found:
+        cell = one.cell
+        keys = {"panel": cell.panel, "load": cell.load, "design": cell.design}
+        bursts += [{**keys, **burst.row()} for burst in one.bursts]
+    sizing = [
+        {"panel": one.cell.panel, "load": one.cell.load, "design": one.cell.design, **one.cell.sizing.lines()}
+        for one in found
+    ]
+    cell = found[0].cell
+    manifest = {
+        "model": cell.model,
+        "bytes_per_token": cell.shape.bytes_per_token,
+        "shape": cell.shape.model_dump(exclude_none=True),
+        "declared_max_tokens": cell.declared,
+        "max_model_len": cell.rules.max_model_len,
+        "loads": {name: load_shape(name).text for name in dict.fromkeys(one.cell.load for one in found)},
+        "step_times": gpu.source,
+        "seed": cell.seed,
+    }
+    return CapacityResult(
+        pd.DataFrame([one.row() for one in found]),
+        pd.DataFrame(bursts),
+        pd.DataFrame(sizing).drop(columns="load").drop_duplicates(["panel", "design"], ignore_index=True),
+        manifest,
+        provenance([cell.seed], [], started),
+    )
+
+
+# --- for people ---
+
+
+def answer_table(result: CapacityResult, panel: str, measured: dict[tuple[str, str, str], int] | None = None) -> Table:
+    """How many requests each design carries; with `measured`, what a card carried beside it."""
+    from rich.table import Table
+
+    title = f"Concurrent requests without preemption, {PANELS[panel]}: measured (predicted)"
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("design")
+    for load in result.loads:
+        shown.add_column(result.manifest["loads"][load], justify="right")
+    rows = result.capacity[result.capacity["panel"] == panel]
+    for design in dict.fromkeys(rows["design"]):
+        cells = [str(rows.loc[rows["design"] == design, "label"].iloc[0])]
+        for load in result.loads:
+            row = rows[(rows["design"] == design) & (rows["load"] == load)].iloc[0]
+            on_card = (measured or {}).get((panel, load, design))
+            beside = "" if on_card is None else f", card {on_card}"
+            cells.append(f"{row['measured']:,} ({row['predicted']:,}){beside}")
+        shown.add_row(*cells)
+    return shown
+
+
+def parts_table(result: CapacityResult, panel: str) -> Table:
+    """What each rule costs, in requests: ideal - the parts = measured."""
+    from rich.table import Table
+
+    shown = Table(title=f"Where the requests go, {PANELS[panel]} (ideal - parts = measured)", title_justify="left")
+    for head in ("load", "design", "ideal", *PARTS, "measured", "one more"):
+        shown.add_column(head, justify="left" if head in ("load", "design", "one more") else "right")
+    for row in result.capacity[result.capacity["panel"] == panel].to_dict("records"):
+        parts = [f"{row[f'lost_{name}']:,}" for name in PARTS]
+        shown.add_row(row["load"], row["design"], f"{row['ideal']:,}", *parts, f"{row['measured']:,}", row["stopped"])
+    return shown
+
+
+def sizing_table(plan_or_result: CapacityResult, panel: str) -> Table:
+    """Where the card's bytes go."""
+    from rich.table import Table
+
+    shown = Table(title=f"Where the card's bytes go, {PANELS[panel]}", title_justify="left")
+    for head in ("design", "page", "pages", "rows", *(line.replace("_", " ") for line in LINES)):
+        shown.add_column(head, justify="left" if head == "design" else "right")
+    sizing = plan_or_result.sizing
+    token = plan_or_result.manifest["bytes_per_token"]
+    for row in sizing[sizing["panel"] == panel].to_dict("records"):
+        lines = [_signed(row[f"{line}_bytes"]) for line in LINES]
+        page = format_bytes(row["page_size"] * token)
+        shown.add_row(row["design"], page, f"{row['num_pages']:,}", f"{row['rows']:,}", *lines)
+    return shown
+
+
+def _signed(number: int) -> str:
+    return format_bytes(number) if number >= 0 else f"-{format_bytes(-number)}"
+
+
+def backends_table() -> Table:
+    """The page size of each attention backend."""
+    from rich.table import Table
+
+    shown = Table(title="Page size by attention backend", title_justify="left")
+    for head in ("backend", "reads", "chosen"):
+        shown.add_column(head, justify="right" if head == "chosen" else "left")
+    for name, entry in BACKENDS.items():
+        shown.add_row(name, entry.text(), str(page_size_for([name])))
+    return shown

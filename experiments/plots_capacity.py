@@ -1,0 +1,218 @@
+"""The figure of a capacity study: what each design carries and where the rest goes, and what happens beyond."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvarena.experiments.capacity import PANELS, PARTS
+from kvarena.experiments.specs import allocator_entry
+from kvarena.experiments.style import STYLE, Look, add_footer, looks, save_figure
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from kvarena.experiments.capacity_study import CapacityResult
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# What is lost, from the bar outwards: told apart in grey by hatch.
+PART_LOOKS: dict[str, tuple[str, str]] = {
+    "residual": ("#4D4D4D", ""),
+    "rows": ("#FFFFFF", "||||"),
+    "reservation": ("#F2F2F2", "////"),
+    "duplicates": ("#D9D9D9", "xxxx"),
+    "tail": ("#BFBFBF", ""),
+    "sharing": ("#E6E6E6", "...."),
+    "tables": ("#8C8C8C", "----"),
+}
+PART_TEXT = {
+    "tables": "tables, padding",
+    "sharing": "prefix not shared",
+    "tail": "tail of the last page",
+    "duplicates": "duplicates",
+    "reservation": "reservation",
+    "rows": "no row left",
+    "residual": "fragmentation",
+}
+
+
+def plot_capacity(result: CapacityResult, panel: str, load: str, ax: Axes) -> Axes:
+    """One panel and load: a bar a design, carried (colour) and lost (grey) up to what its bytes would carry.
+
+    The prediction is a black line across the bar; a white diamond is what a card carried.
+    """
+    rows = result.capacity[(result.capacity["panel"] == panel) & (result.capacity["load"] == load)]
+    chosen = _looks(rows)
+    for place, row in enumerate(rows.to_dict("records")):
+        look = chosen[row["design"]]
+        ax.barh(place, row["measured"], 0.72, color=look.colour, edgecolor="black", linewidth=0.5)
+        left = row["measured"]
+        for part in reversed(PARTS):
+            lost = max(int(row[f"lost_{part}"]), 0)
+            colour, hatch = PART_LOOKS[part]
+            ax.barh(place, lost, 0.72, left=left, color=colour, hatch=hatch, edgecolor="#666666", linewidth=0.4)
+            left += lost
+        ax.plot([row["predicted"]] * 2, [place - 0.44, place + 0.44], color="black", linewidth=1.6)
+        on_card = _on_card(result, panel, load, row["design"])
+        if on_card is not None:
+            ax.plot(on_card, place, "D", markerfacecolor="white", markeredgecolor="black", markersize=4.5)
+        inside = row["measured"] > 0.35 * rows["ideal"].max()
+        ax.annotate(
+            f"{row['measured']:,}",
+            (row["measured"], place),
+            (-4 if inside else 4, 0),
+            textcoords="offset points",
+            ha="right" if inside else "left",
+            va="center",
+            fontsize=7,
+            color="white" if inside else "black",
+            bbox=None if inside else {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85},
+        )
+    ax.set_yticks(range(len(rows)), [_short(design) for design in rows["design"]])
+    ax.invert_yaxis()
+    ax.set_xlim(0, rows["ideal"].max() * 1.03)
+    ax.set_xlabel("concurrent requests")
+    ax.grid(axis="y", visible=False)
+    return ax
+
+
+def plot_beyond(result: CapacityResult, load: str, column: str, ax: Axes) -> Axes:
+    """Throughput or preemptions of bursts of growing size, at equal bytes; a tick at each design's capacity."""
+    bursts = result.bursts
+    rows = bursts[(bursts["panel"] == "equal") & (bursts["load"] == load)]
+    capacity = result.capacity[(result.capacity["panel"] == "equal") & (result.capacity["load"] == load)]
+    sizes = sorted(_common_sizes(rows))
+    for name, look in _looks(capacity).items():
+        mine = rows[(rows["design"] == name) & rows["size"].isin(sizes)].drop_duplicates("size", keep="last")
+        mine = mine.sort_values("size")
+        label = _short(name)
+        if not len(mine):
+            ax.plot([], [], color=look.colour, label=f"{label}: no data")
+            continue
+        ax.plot(
+            mine["size"],
+            mine[column].astype(float),
+            look.marker,
+            linestyle=look.dashes,
+            color=look.colour,
+            markerfacecolor=look.face,
+            label=label,
+            markersize=4,
+            linewidth=1.2,
+        )
+    ax.set_xlabel("requests at once")
+    ax.set_xlim(left=0)
+    ax.set_ylim(bottom=0)
+    return ax
+
+
+def _common_sizes(rows: pd.DataFrame) -> set[int]:
+    """Sizes that every design ran: the bursts beyond, not those that looked for the border."""
+    if not len(rows):
+        return set()
+    return set.intersection(*(set(part["size"]) for _, part in rows.groupby("design")))
+
+
+def draw_capacity(result: CapacityResult) -> Figure:
+    """The whole figure: a row a panel, a column a load; below them what happens beyond capacity, where it was run."""
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+
+    loads, panels = result.loads, result.panels
+    beyond = [load for load in loads if _common_sizes(_equal(result, load))]
+    extra = 2 if beyond else 0
+    with mpl.rc_context(STYLE):
+        height = 2.7 * len(panels) + 2.1 * extra + 0.9
+        figure = plt.figure(figsize=(3.4 * len(loads) + 1.2, height), layout="constrained")
+        ratios = [2.6] * len(panels) + [2.0] * extra
+        grid = figure.subplots(len(panels) + extra, len(loads), squeeze=False, height_ratios=ratios)
+        for row, panel in enumerate(panels):
+            for column, load in enumerate(loads):
+                plot_capacity(result, panel, load, grid[row][column])
+                grid[row][column].set_title(f"{result.manifest['loads'][load]}: {PANELS[panel]}", loc="left")
+        for column, load in enumerate(loads):
+            if extra:
+                _beyond_column(result, load, [grid[len(panels) + i][column] for i in range(2)], column == 0)
+        _legends(figure, result, bool(extra), grid[-1][0] if extra else None)
+        add_footer(figure, _footer(result))
+        return figure
+
+
+def _equal(result: CapacityResult, load: str) -> pd.DataFrame:
+    return result.bursts[(result.bursts["panel"] == "equal") & (result.bursts["load"] == load)]
+
+
+def _beyond_column(result: CapacityResult, load: str, axes: list[Axes], first: bool) -> None:
+    plot_beyond(result, load, "tokens_per_s", axes[0])
+    plot_beyond(result, load, "preemptions_per_request", axes[1])
+    axes[0].set_xlabel("")
+    if first:
+        axes[0].set_ylabel("output tokens/s")
+        axes[1].set_ylabel("preemptions a request")
+    axes[0].set_title(f"{result.manifest['loads'][load]}: bursts of growing size, equal bytes", loc="left")
+
+
+def _legends(figure: Figure, result: CapacityResult, beyond: bool, axes: Axes | None) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [Line2D([], [], color="black", linewidth=1.6, label="predicted in closed form")]
+    handles.append(Patch(facecolor="#0072B2", edgecolor="black", linewidth=0.5, label="carried (simulated engine)"))
+    for part in reversed(PARTS):
+        if (result.capacity[f"lost_{part}"] > 0).any():
+            colour, hatch = PART_LOOKS[part]
+            handles.append(Patch(facecolor=colour, hatch=hatch, edgecolor="#666666", label=f"lost: {PART_TEXT[part]}"))
+    card = result.manifest.get("on_card")
+    if card:
+        face = {"markerfacecolor": "white", "markeredgecolor": "black", "linestyle": "none"}
+        handles.append(Line2D([], [], marker="D", label=f"carried on {card['name']}", **face))
+    figure.legend(handles=handles, loc="outside upper left", ncols=5, fontsize=7.5, frameon=False)
+    if beyond and axes is not None:
+        lines, labels = axes.get_legend_handles_labels()
+        figure.legend(lines, labels, loc="outside lower left", ncols=9, fontsize=7.5, frameon=False)
+
+
+def save_capacity_figure(result: CapacityResult, stem: Path) -> list[Path]:
+    """capacity.pdf|svg|png."""
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("agg")
+    figure = draw_capacity(result)
+    try:
+        return save_figure(figure, stem)
+    finally:
+        plt.close(figure)
+
+
+def _looks(rows: pd.DataFrame) -> dict[str, Look]:
+    from kvarena.experiments.capacity import DESIGNS
+
+    entries = []
+    for design in dict.fromkeys(rows["design"]):
+        entry = allocator_entry({**DESIGNS[design], "sizing": "pow2"} if "max" in design else DESIGNS[design])
+        entries.append({"name": design, "label": design, "kind": entry.kind, "page_size": entry.page_size})
+    return looks(entries)
+
+
+def _short(design: str) -> str:
+    kind, _, rest = design.partition("-")
+    return f"{kind}, {rest}" if not rest.isdigit() else f"{kind}, page {rest}"
+
+
+def _on_card(result: CapacityResult, panel: str, load: str, design: str) -> int | None:
+    cells = result.manifest.get("on_card", {}).get("cells", [])
+    found = [
+        cell["measured"] for cell in cells if (cell["panel"], cell["load"], cell["design"]) == (panel, load, design)
+    ]
+    return found[0] if found else None
+
+
+def _footer(result: CapacityResult) -> str:
+    from kvarena import __version__
+
+    about, first = result.manifest, result.sizing.iloc[0]
+    return (
+        f"kvarena {__version__}; {about['model']}, {about['bytes_per_token'] / 1024:g} KiB of KV a token; "
+        f"{first['total_bytes'] / 2**30:.1f} GiB card; rows up to {about['max_model_len']:,} tokens; clients declare "
+        f"{about['declared_max_tokens']:,} tokens; seed {about['seed']}; step times {about['step_times']}"
+    )
