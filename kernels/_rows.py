@@ -3,6 +3,7 @@
 Blocks are powers of two. A row of another length comes as two blocks (96 = 64 + 32), so that little is loaded and
 multiplied for nothing. Rows of one-byte numbers come as pairs: 16-bit numbers reach the tensor cores by matrix loads,
 single bytes would be read one by one. The even numbers of all pairs are then one block, the odd ones the other.
+Narrow rows of two neighbouring KV heads are read as one (`heads_joined`).
 """
 
 from __future__ import annotations
@@ -34,10 +35,25 @@ def comes_in_pairs(cache: Tensor) -> bool:
     return cache.element_size() == 1 and even and dim >= 32 and is_power_of_two(dim)
 
 
-def strides_of(cache: Tensor, pairs: bool) -> tuple[int, int, int]:
-    """Strides of page, slot and head, in pairs of numbers where those are read."""
+def strides_of(cache: Tensor, pairs: bool, join: int) -> tuple[int, int, int]:
+    """Strides of page, slot and (joined) head, in pairs of numbers where those are read."""
     page, slot, head = (stride // (2 if pairs else 1) for stride in cache.stride()[:3])
-    return page, slot, head
+    return page, slot, head * join
+
+
+def heads_joined(key_cache: Tensor, value_cache: Tensor, group: int) -> int:
+    """How many neighbouring KV heads a program takes as one: 2 where that makes rows whole lines of 128 bytes, else 1.
+
+    Rows of 192 bytes (head_dim 96) make poor reads, two of them beside each other are three lines: 3.73 -> 4.11 TB/s on
+    one H200. Queries then hold zeros in the columns of the other head, and outputs drop them: tl.dot pads 4 query
+    heads to 16 rows anyway. NaN or infinity in the keys of one of the two heads reaches the other's output.
+    """
+    joined = key_cache.shape[2] % 2 == 0 and 2 * group <= 16 and key_cache.shape[3] == value_cache.shape[3]
+    for cache in (key_cache, value_cache):
+        row = cache.shape[3] * cache.element_size()
+        joined = joined and cache.element_size() == 2 and cache.stride(2) == cache.shape[3]
+        joined = joined and row % 128 != 0 and 2 * row % 128 == 0
+    return 2 if joined else 1
 
 
 @triton.jit
@@ -121,24 +137,64 @@ def widen(b_kv, dtype: tl.constexpr, stored: tl.constexpr, PAIRS: tl.constexpr, 
 
 
 @triton.jit
-def _load_part(p_q, m_h, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr):
-    o_d = FIRST + tl.arange(0, BLOCK) * (2 if PAIRS else 1)
-    return tl.load(p_q[:, None] + o_d[None, :], mask=m_h[:, None] & (o_d < DIM)[None, :], other=0.0)
+def _columns(o_d, o_g, GROUP: tl.constexpr, DIM: tl.constexpr, JOIN: tl.constexpr):
+    """(column within its own head [rows, BLOCK], whether it is of the row's own KV head) of columns of joined heads."""
+    column = (o_d % DIM if JOIN > 1 else o_d)[None, :]
+    m_d = (o_d < DIM * JOIN)[None, :]
+    if JOIN > 1:
+        m_d = (o_d // DIM)[None, :] == (o_g // (GROUP // JOIN))[:, None]
+    return column, m_d
 
 
 @triton.jit
-def load_query(p_q, m_h, D: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, PAIRS: tl.constexpr):
-    """Rows of q in the two blocks of `load_parts`, zeros where `m_h` is not set."""
-    b_q = _load_part(p_q, m_h, 0, D, BLOCK_D, PAIRS)
+def _load_part(
+    p_q,
+    o_g,
+    FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    JOIN: tl.constexpr,
+):
+    o_d = FIRST + tl.arange(0, BLOCK) * (2 if PAIRS else 1)
+    column, m_d = _columns(o_d, o_g, GROUP, DIM, JOIN)
+    return tl.load(p_q[:, None] + column, mask=(o_g < GROUP)[:, None] & m_d, other=0.0)
+
+
+@triton.jit
+def load_query(
+    p_q,
+    o_g,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TAIL_D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    JOIN: tl.constexpr,
+):
+    """Rows of q in the two blocks of `load_parts`; zeros behind the group, and in columns of another KV head."""
+    b_q = _load_part(p_q, o_g, 0, GROUP, DIM, BLOCK_D, PAIRS, JOIN)
     b_tail = b_q
     if TAIL_D > 0:
-        b_tail = _load_part(p_q, m_h, 1 if PAIRS else BLOCK_D, D, TAIL_D, PAIRS)
+        b_tail = _load_part(p_q, o_g, 1 if PAIRS else BLOCK_D, GROUP, DIM, TAIL_D, PAIRS, JOIN)
     return b_q, b_tail
 
 
 @triton.jit
-def store_part(p_out, out, m_h, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr):
-    """Write one of the two blocks of output rows: numbers FIRST, FIRST + 1 (PAIRS: + 2), ..."""
+def store_part(
+    p_out,
+    out,
+    o_g,
+    FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    JOIN: tl.constexpr,
+):
+    """Write one of the two blocks of output rows: numbers FIRST, FIRST + 1 (PAIRS: + 2), ... of the row's own head."""
     o_d = FIRST + tl.arange(0, BLOCK) * (2 if PAIRS else 1)
+    column, m_d = _columns(o_d, o_g, GROUP, DIM, JOIN)
     out = out.to(p_out.dtype.element_ty)
-    tl.store(p_out[:, None] + o_d[None, :], out, mask=m_h[:, None] & (o_d < DIM)[None, :])
+    tl.store(p_out[:, None] + column, out, mask=(o_g < GROUP)[:, None] & m_d)

@@ -37,7 +37,16 @@ from kvarena.kernels._launch import (
     table_key,
 )
 from kvarena.kernels._paged import cap_scores, finish, locate, softmax_step
-from kvarena.kernels._rows import comes_in_pairs, load_parts, load_query, parts_of, store_part, strides_of, widen
+from kvarena.kernels._rows import (
+    comes_in_pairs,
+    heads_joined,
+    load_parts,
+    load_query,
+    parts_of,
+    store_part,
+    strides_of,
+    widen,
+)
 from kvarena.kernels.page_table import PageTable
 from kvarena.kernels.tiles import decode_config
 from torch import Tensor
@@ -112,6 +121,7 @@ def _decode_kernel(
     SPLIT: tl.constexpr,
     TO_HALF: tl.constexpr,
     PAIRS: tl.constexpr,
+    JOIN: tl.constexpr,
 ):
     stored: tl.constexpr = key_ptr.dtype.element_ty
     i_kv = tl.program_id(0) // HEAD_BLOCKS
@@ -129,7 +139,7 @@ def _decode_kernel(
     o_h = i_kv * GROUP + o_g
     m_h = o_g < GROUP
     p_q = q_ptr + i_b * q_stride_b + o_h * q_stride_h
-    b_q, b_t = load_query(p_q, m_h, D, BLOCK_D, TAIL_D, PAIRS)  # [BLOCK_H, BLOCK_D], [BLOCK_H, TAIL_D]
+    b_q, b_t = load_query(p_q, o_g, GROUP, D, BLOCK_D, TAIL_D, PAIRS, JOIN)  # [BLOCK_H, BLOCK_D], [BLOCK_H, TAIL_D]
     if TO_HALF:
         b_q, b_t, qk_scale = _to_half(b_q, b_t, qk_scale)
     if k_scale_ptr is not None:
@@ -156,8 +166,10 @@ def _decode_kernel(
             m_n &= o_n >= low
             at = tl.maximum(at, low)
         page, offset = locate(p_row, at, LOG_ENTRY, LOG_PAGE)
-        b_k, b_kt = load_parts(p_key, page, offset, key_stride_p, key_stride_s, D, BLOCK_D, TAIL_D, PAIRS)
-        b_v, b_vt = load_parts(p_value, page, offset, value_stride_p, value_stride_s, DV, BLOCK_DV, TAIL_DV, PAIRS)
+        b_k, b_kt = load_parts(p_key, page, offset, key_stride_p, key_stride_s, JOIN * D, BLOCK_D, TAIL_D, PAIRS)
+        b_v, b_vt = load_parts(
+            p_value, page, offset, value_stride_p, value_stride_s, JOIN * DV, BLOCK_DV, TAIL_DV, PAIRS
+        )
         s = tl.dot(b_q, tl.trans(widen(b_k, b_q.dtype, stored, PAIRS, False)), input_precision="ieee")
         if TAIL_D > 0:
             s = tl.dot(b_t, tl.trans(widen(b_kt, b_q.dtype, stored, PAIRS, True)), s, input_precision="ieee")
@@ -180,10 +192,10 @@ def _decode_kernel(
 
     out, lse = finish(acc, m_i, l_i, v_scale)
     p_out = out_ptr + i_b * out_stride_b + i_split * out_stride_split + o_h * out_stride_h
-    store_part(p_out, out, m_h, 0, DV, BLOCK_DV, PAIRS)
+    store_part(p_out, out, o_g, 0, GROUP, DV, BLOCK_DV, PAIRS, JOIN)
     if TAIL_DV > 0:
         out_t, _ = finish(acc_t, m_i, l_i, v_scale)
-        store_part(p_out, out_t, m_h, 1 if PAIRS else BLOCK_DV, DV, TAIL_DV, PAIRS)
+        store_part(p_out, out_t, o_g, 1 if PAIRS else BLOCK_DV, GROUP, DV, TAIL_DV, PAIRS, JOIN)
     if lse_ptr is not None:
         if SPLIT:
             tl.store(lse_ptr + i_b * lse_stride_b + o_h * lse_stride_h + i_split, lse, mask=m_h)
@@ -317,13 +329,16 @@ def _prepare(
     shape = (batch, num_heads, head_dim_v)
     out_strides = output_like(q, head_dim_v, out).stride() if out is not None else (num_heads * head_dim_v, head_dim_v)
 
-    group = num_heads // num_kv_heads
+    single_scales = not any(isinstance(x, Tensor) and x.numel() > 1 for x in (k_scale, v_scale))
+    join = heads_joined(key_cache, value_cache, num_heads // num_kv_heads) if single_scales else 1
+    kv_blocks = num_kv_heads // join
+    group = num_heads // kv_blocks
     block_h = min(64, max(16, next_power_of_two(group)))
     head_blocks = ceil_div(group, block_h)
     capacity = table.entries.shape[1] * table.tokens_per_entry
     visible = capacity if window is None else min(capacity, window)
     itemsize = key_cache.element_size()
-    config = decode_config(batch, num_kv_heads * head_blocks, visible, head_dim * itemsize, itemsize)
+    config = decode_config(batch, kv_blocks * head_blocks, visible, join * head_dim * itemsize, itemsize)
     if num_splits is not None and num_splits < 1:
         fail("num_splits", "None or at least 1", num_splits)
     splits = num_splits or config.num_splits
@@ -332,8 +347,8 @@ def _prepare(
     v_number, _, v_scale_stride = scale_argument("v_scale", v_scale, num_kv_heads, q.device)
     qk_scale = (head_dim**-0.5 if scale is None else scale) * k_number
     pairs = comes_in_pairs(key_cache) and comes_in_pairs(value_cache)
-    block_d, tail_d = parts_of(head_dim, pairs)
-    block_dv, tail_dv = parts_of(head_dim_v, pairs)
+    block_d, tail_d = parts_of(join * head_dim, pairs)
+    block_dv, tail_dv = parts_of(join * head_dim_v, pairs)
     lse_strides = (num_heads * splits, splits) if splits > 1 else (num_heads, 1) if return_lse else (0, 0)
     part_strides = (num_heads * splits * head_dim_v, splits * head_dim_v, head_dim_v)
     numbers = (
@@ -345,8 +360,8 @@ def _prepare(
         k_scale_stride,
         v_scale_stride,
         *q.stride()[:2],
-        *strides_of(key_cache, pairs),
-        *strides_of(value_cache, pairs),
+        *strides_of(key_cache, pairs, join),
+        *strides_of(value_cache, pairs, join),
         table.entries.stride(0),
         *(part_strides if splits > 1 else (*out_strides[:2], 0)),
         *lse_strides,
@@ -369,12 +384,13 @@ def _prepare(
         "SPLIT": splits > 1,
         "TO_HALF": itemsize == 1 and q.dtype == torch.bfloat16,
         "PAIRS": pairs,
+        "JOIN": join,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
     return _Call(
         shape=shape,
-        attend=Launch(_decode_kernel, (num_kv_heads * head_blocks, splits, batch), numbers, constants),
+        attend=Launch(_decode_kernel, (kv_blocks * head_blocks, splits, batch), numbers, constants),
         combine=combine_launch(shape, splits, window, min_chunk, config.block_n, out_strides) if splits > 1 else None,
         part_numbers=batch * num_heads * splits * head_dim_v,
         workspace_size=decode_workspace_size(batch, num_heads, head_dim_v, splits),

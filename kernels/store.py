@@ -46,6 +46,7 @@ def _copy_rows(
     src,
     dst,
     o_h,
+    m_load,
     m,
     scale,
     scale_ptr,
@@ -55,15 +56,18 @@ def _copy_rows(
     LARGEST: tl.constexpr,
     TO_INT: tl.constexpr,
 ):
-    """Rows of `DIM` numbers from pointers `src` to pointers `dst`, both [rows], where m is set."""
+    """Rows of `DIM` numbers from pointers `src` to pointers `dst`, both [rows], where m is set.
+
+    Loads wait for `m_load` alone, not for the slot.
+    """
     o_d = tl.arange(0, BLOCK_D)
-    m_d = m[:, None] & (o_d < DIM)[None, :]
-    b = tl.load(src[:, None] + o_d[None, :], mask=m_d)  # [rows, BLOCK_D]
+    m_d = (o_d < DIM)[None, :]
+    b = tl.load(src[:, None] + o_d[None, :], mask=m_load[:, None] & m_d)  # [rows, BLOCK_D]
     if LARGEST > 0:
         if scale_ptr is not None:
             scale = tl.load(scale_ptr + o_h * scale_stride, mask=m, other=1.0)[:, None]
         b = _quantise(b, scale, LARGEST, TO_INT)
-    tl.store(dst[:, None] + o_d[None, :], b.to(dst.dtype.element_ty), mask=m_d)
+    tl.store(dst[:, None] + o_d[None, :], b.to(dst.dtype.element_ty), mask=m[:, None] & m_d)
 
 
 @triton.jit
@@ -106,16 +110,17 @@ def _store_kernel(
     o_r = tl.arange(0, TOKENS * BLOCK_H)  # a row is one head of one token
     o_t = tl.program_id(0).to(tl.int64) * TOKENS + o_r // BLOCK_H
     o_h = tl.program_id(1) * BLOCK_H + o_r % BLOCK_H
-    slot = tl.load(slot_ptr + o_t, mask=o_t < num_tokens, other=-1).to(tl.int64)
-    m = (slot >= 0) & (slot < num_slots) & (o_h < HEADS)
+    m_row = (o_t < num_tokens) & (o_h < HEADS)
+    slot = tl.load(slot_ptr + o_t, mask=m_row, other=-1).to(tl.int64)
+    m = (slot >= 0) & (slot < num_slots)
     page = slot >> LOG_PAGE
     offset = slot & (PAGE_SIZE - 1)
     p_k = k_ptr + o_t * k_stride_t + o_h * k_stride_h
     p_key = key_ptr + page * key_stride_p + offset * key_stride_s + o_h * key_stride_h
-    _copy_rows(p_k, p_key, o_h, m, k_scale, k_scale_ptr, k_scale_stride, D, BLOCK_D, LARGEST, TO_INT)
+    _copy_rows(p_k, p_key, o_h, m_row, m, k_scale, k_scale_ptr, k_scale_stride, D, BLOCK_D, LARGEST, TO_INT)
     p_v = v_ptr + o_t * v_stride_t + o_h * v_stride_h
     p_value = value_ptr + page * value_stride_p + offset * value_stride_s + o_h * value_stride_h
-    _copy_rows(p_v, p_value, o_h, m, v_scale, v_scale_ptr, v_scale_stride, DV, BLOCK_DV, LARGEST, TO_INT)
+    _copy_rows(p_v, p_value, o_h, m_row, m, v_scale, v_scale_ptr, v_scale_stride, DV, BLOCK_DV, LARGEST, TO_INT)
 
 
 def check_store(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -192,6 +197,8 @@ def _prepare(
     head_dim_v = value_cache.shape[3]
     k_number, _, k_scale_stride = scale_argument("k_scale", k_scale, num_kv_heads, k.device)
     v_number, _, v_scale_stride = scale_argument("v_scale", v_scale, num_kv_heads, k.device)
+    if k_scale_stride == v_scale_stride == 0 and all(_is_one_row(x) for x in (k, v, key_cache, value_cache)):
+        num_kv_heads, head_dim, head_dim_v = 1, num_kv_heads * head_dim, num_kv_heads * head_dim_v
     block_d, block_dv = next_power_of_two(head_dim), next_power_of_two(head_dim_v)
     tokens, block_h, num_warps = store_tile(num_kv_heads, max(block_d, block_dv))
     num_tokens = slot_mapping.shape[0]
@@ -223,6 +230,11 @@ def _prepare(
     }
     grid = (ceil_div(num_tokens, tokens), ceil_div(num_kv_heads, block_h), 1)
     return Launch(_store_kernel, grid, numbers, constants)
+
+
+def _is_one_row(x: Tensor) -> bool:
+    """Whether the heads [..., HKV, D] of a token lie beside each other: one long row."""
+    return x.shape[-2] == 1 or x.stride(-2) == x.shape[-1]
 
 
 def store_tile(num_kv_heads: int, block_d: int) -> tuple[int, int, int]:

@@ -49,7 +49,7 @@ def decode_config(batch: int, kv_blocks: int, capacity: int, row_bytes: int, ite
     length = min(chunk, capacity)
     if work <= 2**17:
         block_n, num_warps, num_stages = 32, 2, 5
-    elif odd_rows and work >= 2**20:
+    elif odd_rows and work >= 2**19:
         return DecodeConfig(32, 2, 4, chunk, num_splits)
     elif work >= 2**21:
         block_n, num_warps, num_stages = (128, 4, 4) if row_bytes > 128 or itemsize == 1 else (64, 2, 4)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from kvarena.experiments.bench.gate import check_rows, oracle, sample_positions
 from kvarena.experiments.bench.peers import Case, Peer
+from kvarena.experiments.bench.recorded import Layout, layout_table, load_layouts
 from kvarena.experiments.bench.runner import Cell, Competition
 from kvarena.experiments.bench.shapes import DECODE_POINTS, EXTEND_SHAPES, POOL_SLOTS, make_starts, make_table
 from kvarena.kernels import extend_gluon
@@ -142,6 +144,41 @@ def decode_competition(
     return Competition(calls, gate, {"bytes": num_bytes}, max(10.0, num_bytes / 4.2e6))
 
 
+def recorded_competition(layout: Layout, placement: str = "recorded", dry: bool = False) -> Competition:
+    """Ours by each kind of table on a recorded layout, or on its pages placed otherwise, rotated over disjoint places.
+
+    Bytes are counted a request: what requests share is counted once for each of them, and may come from L2.
+    """
+    num_bytes = 2.0 * HEADS[1] * 128 * 2 * sum(layout.lens)
+    most = 1 if dry else max(1, int(L2_SAFE_BYTES / num_bytes) + 1)
+    if placement == "shuffled":
+        places = [layout.placed(placement, POOL_SLOTS, seed) for seed in range(most)]
+    else:
+        moved = layout if placement == "recorded" else layout.placed(placement, POOL_SLOTS)
+        places = moved.copies(POOL_SLOTS, most)
+    tables = {kind: [layout_table(place, kind) for place in places] for kind in ("block_table", "req_to_token")}
+    return _table_competition(layout.lens, layout.page_size, tables, num_bytes)
+
+
+def _table_competition(
+    lens: Sequence[int], page: int, tables: dict[str, list[PageTable]], num_bytes: float
+) -> Competition:
+    """Ours on given tables of the shared pool, without peers."""
+    k, v = pool_views(page)
+    q = torch.randn(len(lens), HEADS[0], 128, device="cuda", dtype=torch.bfloat16)
+    outs = {f"kvarena-{kind}": torch.empty_like(q) for kind in tables}
+    calls = {
+        f"kvarena-{kind}": [functools.partial(paged_decode, q, k, v, t, out=outs[f"kvarena-{kind}"]) for t in found]
+        for kind, found in tables.items()
+    }
+    first = next(iter(tables.values()))[0]
+
+    def gate() -> None:
+        _gate((k, v), q, first, (1,) * len(lens), lens, {name: c[0] for name, c in calls.items()}, outs)
+
+    return Competition(calls, gate, {"bytes": num_bytes}, max(10.0, num_bytes / 4.2e6))
+
+
 def extend_competition(
     shape_name: str,
     page: int,
@@ -171,7 +208,7 @@ def extend_competition(
             options = {"out": outs[name], "backend": backend, "plan": plan}
             calls[name] = [functools.partial(paged_extend, q, k, v, table, starts, **options)]
     table = make_table(shape.lens, page, placement, 5, pool_slots=min(slots, POOL_SLOTS))
-    for peer in [] if dry else peers:
+    for peer in [] if dry else [peer for peer in peers if peer.takes(shape.new, shape.lens, page)]:
         outs[peer.name] = torch.empty_like(q)
         calls[peer.name] = [peer.call(Case(q, k, v, table, shape.new, shape.lens), outs[peer.name])]
     flops = shape.flops(heads[0])
@@ -216,10 +253,36 @@ def decode_cells(peers: Sequence[Peer], dry: bool) -> Iterator[Cell]:
     for dim in (64, 96, 192, 256):
         for point in ("32x4k", "256x1k"):
             yield cell(point, 16, {"dim": dim, "study": "head_dim"}, dim=dim, kinds=one)
+    for point in ("32x4k", "256x1k"):
+        label = {"dim": 96, "layout": "hnd", "study": "head_dim"}
+        yield cell(point, 16, label, dim=96, layout="hnd", kinds=one)
     for dtype in QUANTISED:
         for point in ("64x16k", "256x4k"):
             for page in (1, 16):
                 yield cell(point, page, {"dtype": dtype, "study": "quantised"}, dtype=dtype, kinds=one)
+    for layout in _layouts():
+        yield from _recorded_cells(layout, dry)
+
+
+def _layouts() -> list[Layout]:
+    """The recorded layouts; none, and a note, where their files cannot be read."""
+    try:
+        return load_layouts()
+    except ImportError as error:
+        print(f"recorded layouts left out: {error}", file=sys.stderr)
+        return []
+
+
+def _recorded_cells(layout: Layout, dry: bool) -> Iterator[Cell]:
+    """A batch as an aged pool held it, and the same lengths shuffled and in order: what age costs."""
+    requests, tokens = len(layout.lens), sum(layout.lens)
+    labels = {"op": "decode", "point": f"{layout.name}:{layout.allocator}", "page": layout.page_size}
+    labels |= {"layout": "split", "heads": "32/8", "dim": 128, "dtype": "bf16", "study": "recorded"}
+    labels |= {"requests": requests, "tokens": tokens, "unique_tokens": layout.unique_tokens}
+    for placement in ("recorded", "shuffled", "in_order"):
+        shown = layout if placement == "recorded" else layout.placed(placement, POOL_SLOTS)
+        place = {"placement": placement, "run_length": round(shown.run_length, 2)}
+        yield Cell({**labels, **place}, functools.partial(recorded_competition, layout, placement, dry))
 
 
 def extend_cells(peers: Sequence[Peer], dry: bool) -> Iterator[Cell]:
@@ -232,7 +295,9 @@ def extend_cells(peers: Sequence[Peer], dry: bool) -> Iterator[Cell]:
 
     for page in (1, 16, 64, 128):
         for shape in EXTEND_SHAPES:
-            yield cell(shape, page, peers=peers)
+            # FlashInfer's speed is that of page 1 at every page size (results/h200): one is measured.
+            use = [peer for peer in peers if page == 16 or peer.name != "flashinfer"]
+            yield cell(shape, page, peers=use)
     for shape in ("8192/0x1", "512/4096x8"):
         for page in (1, 16):
             label = {"study": "table", "placement": "in_order"}

@@ -33,15 +33,21 @@ def read_call(x: Tensor, out: Tensor, num_bytes: int) -> None:
 
 
 @triton.jit
-def _gather_kernel(x_ptr, index_ptr, out_ptr, steps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Read rows of WIDTH bf16 named by an index: decode's loads, and nothing else."""
-    i_p = tl.program_id(0)
-    o_r, o_d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    total = tl.zeros([ROWS, WIDTH], tl.float32)
+def _gather_kernel(
+    x_ptr, index_ptr, out_ptr, steps, stride, ROWS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr
+):
+    """Read rows of FIRST + REST bf16 of one head, named by an index: decode's loads, and nothing else."""
+    i_p, i_h = tl.program_id(0), tl.program_id(1)
+    o_r, o_d = tl.arange(0, ROWS), tl.arange(0, FIRST)
+    total = tl.zeros([ROWS, FIRST], tl.float32)
+    rest = tl.zeros([ROWS, REST if REST > 0 else 1], tl.float32)
     for i in range(steps):
         row = tl.load(index_ptr + (i_p * steps + i) * ROWS + o_r).to(tl.int64)
-        total += tl.load(x_ptr + row[:, None] * WIDTH + o_d[None, :]).to(tl.float32)
-    tl.store(out_ptr + i_p, tl.sum(tl.sum(total, 0), 0))
+        p_row = x_ptr + row[:, None] * stride + i_h * (FIRST + REST)
+        total += tl.load(p_row + o_d[None, :]).to(tl.float32)
+        if REST > 0:
+            rest += tl.load(p_row + FIRST + tl.arange(0, REST)[None, :]).to(tl.float32)
+    tl.store(out_ptr + i_p * tl.num_programs(1) + i_h, tl.sum(tl.sum(total, 0), 0) + tl.sum(tl.sum(rest, 0), 0))
 
 
 @triton.jit
@@ -75,6 +81,9 @@ def ceiling_cells() -> Iterator[Cell]:
     yield Cell({"op": "ceiling", "what": "matmul", "size": 8192}, _matmul)
     for run in (1, 16, 64, 0):
         yield Cell({"op": "ceiling", "what": "gather", "run": run}, functools.partial(_gather, run))
+    for width in (64, 96, 128, 192):  # pages of 16 tokens x 8 heads, as decode reads them
+        labels = {"op": "ceiling", "what": "gather_heads", "run": 16, "row_bytes": 2 * width}
+        yield Cell(labels, functools.partial(_gather, 16, width, 8))
     for mib in (1, 32, 2048):
         yield Cell({"op": "ceiling", "what": "dependent_load", "mib": mib}, functools.partial(_chase, mib))
 
@@ -94,21 +103,24 @@ def _matmul() -> Competition:
     return Competition(calls, _nothing_to_check, {"flops": 2 * 8192**3}, 1400, pause_s=0.08)
 
 
-def _gather(run: int) -> Competition:
-    """256-byte rows of a 2.7 GB tensor in random runs of `run` rows; 0 = all in order."""
-    rows, width, steps, block = 2**23, 128, 32, 64
-    x = torch.randn(rows * width, device="cuda", dtype=torch.bfloat16)
+def _gather(run: int, width: int = 128, heads: int = 1) -> Competition:
+    """2.1 GB of rows of `width` bf16 in random runs of `run` rows, 0 = all in order; one program reads one head."""
+    rows, steps, block = 2**23 // heads * 128 // width // 2048 * 2048, 32, 64
+    x = torch.randn(rows * heads * width, device="cuda", dtype=torch.bfloat16)
     if run:
         starts = torch.randperm(rows // run, device="cuda") * run
         index = (starts[:, None] + torch.arange(run, device="cuda")).reshape(-1).int()
     else:
         index = torch.arange(rows, device="cuda", dtype=torch.int32)
-    out = torch.empty(rows // steps // block, device="cuda")
+    programs = rows // steps // block
+    out = torch.empty(programs * heads, device="cuda")
+    first = 1 << (width.bit_length() - 1)
 
     def call() -> None:
-        _gather_kernel[(rows // steps // block,)](x, index, out, steps, ROWS=block, WIDTH=width, num_warps=4)
+        sizes = {"ROWS": block, "FIRST": first, "REST": width - first}
+        _gather_kernel[(programs, heads)](x, index, out, steps, heads * width, **sizes, num_warps=4)
 
-    return Competition({"kvarena-gather": [call]}, _nothing_to_check, {"bytes": rows * width * 2}, 500)
+    return Competition({"kvarena-gather": [call]}, _nothing_to_check, {"bytes": 2.0 * rows * heads * width}, 500)
 
 
 def _chase(mib: int) -> Competition:

@@ -3,8 +3,8 @@
     python -m kvarena.experiments.bench.kernels --part check|decode|rest|safety|sanitize [--out FILE]
 
 `check` runs odd cases with a poisoned pool; `decode` and `rest` gate each point again before they time it. Parts are
-merged into one file, so that each fits a ten-minute lease. `safety` (what kernels may never do, 10,000 random calls) and
-`sanitize` (compute-sanitizer) have files of their own. Imports torch, triton, numpy and ours. A table for people
+merged into one file, so that each fits a ten-minute lease. `safety` (what kernels may never do, 10,000 random calls)
+and `sanitize` (compute-sanitizer) have files of their own. Imports torch, triton, numpy and ours. A table for people
 goes to stderr, JSON lines for programs to stdout.
 """
 
@@ -71,7 +71,7 @@ def _commit_from_environment() -> dict[str, str]:
 def cells_of(part: str, peers: dict[str, Peer], dry: bool) -> Iterator[Cell]:
     """The graph-timed cells of a part, ceilings first."""
     decode_peers = [peers[name] for name in ("fa3", "flashinfer", "sdpa") if name in peers]
-    extend_peers = [peers[name] for name in ("fa3",) if name in peers]
+    extend_peers = [peers[name] for name in ("fa3", "flashinfer") if name in peers]
     if part not in ("decode", "rest"):
         return
     yield from ceiling_cells()

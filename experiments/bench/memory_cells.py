@@ -82,7 +82,8 @@ def copy_competition(layers: int) -> Competition:
     for tensor in pool.layers:
         tensor.normal_()
     runs = copy._runs(list(pool.layers))
-    ids = [torch.randperm(pages, device="cuda")[: 2 * count].int() for _ in range(8)]
+    generator = torch.Generator("cuda").manual_seed(0)
+    ids = [torch.randperm(pages, device="cuda", generator=generator)[: 2 * count].int() for _ in range(8)]
     calls = [
         lambda i=i: copy._copy_kernel[runs.grid(count)](pool.layers[0], runs.table, i, count, **runs.constants())
         for i in ids
@@ -151,6 +152,7 @@ def swap_rows() -> Iterator[dict[str, Any]]:
         if not torch.equal(host, wanted):
             raise ValueError("gather_pages: expected the same bytes on host and device, found others")
         index = torch.tensor(ids)
+        time.sleep(1)  # torch's CPU threads, woken by the comparison, spin for 0.2 s and hold the host up
         ways: dict[str, Callable[[], object]] = {
             "out": functools.partial(copy.gather_pages, pool.layers, index, host),
             "in": functools.partial(copy.scatter_pages, host, pool.layers, index),
@@ -164,7 +166,7 @@ def swap_rows() -> Iterator[dict[str, Any]]:
             yield {"op": "swap", "page": page, "way": way.split("_")[0], "kernel": kernel, "us": us, "gbps": gbps}
 
 
-def _wall_us(call: Callable[[], object], repeats: int = 9) -> float:
+def _wall_us(call: Callable[[], object], repeats: int = 31) -> float:
     """Host clock from call to idle device, microseconds, median."""
     times = []
     for _ in range(repeats + 2):

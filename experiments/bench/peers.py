@@ -90,7 +90,7 @@ class FlashAttention3:
 
 
 class FlashInfer:
-    """FlashInfer's paged decode on tensor cores; plan made beforehand, free to choose splits. Compiles first."""
+    """FlashInfer's paged decode on tensor cores and paged prefill; plan made beforehand. Compiles on first use."""
 
     name = "flashinfer"
     _workspace: Tensor | None = None
@@ -99,19 +99,25 @@ class FlashInfer:
         self._module: Any = importlib.import_module("flashinfer")
 
     def takes(self, new: Sequence[int], lens: Sequence[int], page_size: int) -> bool:
-        """Decode."""
-        return max(new) == 1
+        """Any batch."""
+        return True
 
     def call(self, case: Case, out: Tensor) -> Callable[[], object]:
-        """One paged decode call."""
+        """One paged call, decode or extend."""
         if FlashInfer._workspace is None:
-            FlashInfer._workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device=case.q.device)
-        wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(FlashInfer._workspace, "NHD", use_tensor_cores=True)
+            FlashInfer._workspace = torch.empty(384 * 2**20, dtype=torch.uint8, device=case.q.device)
         heads, dim = case.q.shape[1:]
-        wrapper.plan(
-            *case.table.to_csr(case.page_size), heads, case.key_cache.shape[2], dim, case.page_size,
-            q_data_type=case.q.dtype, kv_data_type=case.key_cache.dtype,
-        )  # fmt: skip
+        shape = (heads, case.key_cache.shape[2], dim, case.page_size)
+        dtypes = {"q_data_type": case.q.dtype, "kv_data_type": case.key_cache.dtype}
+        pages = case.table.to_csr(case.page_size)
+        wrapper: Any
+        if max(case.new) == 1:
+            decode = self._module.BatchDecodeWithPagedKVCacheWrapper
+            wrapper = decode(FlashInfer._workspace, "NHD", use_tensor_cores=True)
+            wrapper.plan(*pages, *shape, **dtypes)
+        else:
+            wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(FlashInfer._workspace, "NHD", backend="fa3")
+            wrapper.plan(case.starts, *pages, *shape, causal=True, **dtypes)
         return lambda: wrapper.run(case.q, (case.key_cache, case.value_cache), out=out)
 
 

@@ -56,6 +56,25 @@ class Layout:
         """The same layout `by` slots further on; by is a multiple of the page size."""
         return Layout(self.name, self.allocator, self.page_size, tuple(row + by for row in self.slots))
 
+    @property
+    def unique_tokens(self) -> int:
+        """Slots that are named at least once: requests that share a prefix name the same ones."""
+        return len(np.unique(np.concatenate(self.slots)))
+
+    def placed(self, placement: str, pool_slots: int, seed: int = 0) -> Layout:
+        """The same batch, with the same sharing, its pages elsewhere: `in_order` of first use, or `shuffled`."""
+        size = self.page_size
+        pages, first = np.unique(np.concatenate(self.slots) // size, return_index=True)
+        targets = np.empty(int(pages.max()) + 1, np.int64)
+        if placement == "in_order":
+            targets[pages[np.argsort(first)]] = np.arange(len(pages))
+        elif placement == "shuffled":
+            targets[pages] = np.random.default_rng(seed).permutation(pool_slots // size)[: len(pages)]
+        else:
+            raise ValueError(f"placement: expected in_order or shuffled, found {placement!r}")
+        rows = tuple(targets[row // size] * size + row % size for row in self.slots)
+        return Layout(self.name, self.allocator, size, rows)
+
     def copies(self, pool_slots: int, most: int) -> list[Layout]:
         """As many disjoint copies as the pool holds, at most `most`: benchmarks rotate over them."""
         span = -(-(max(int(row.max()) for row in self.slots) + 1) // 4096) * 4096

@@ -45,6 +45,23 @@ def test_copies_are_disjoint_and_alike(tmp_path: Path) -> None:
     assert len(layout.copies(10, most=16)) == 1
 
 
+@pytest.mark.parametrize("placement", ["in_order", "shuffled"])
+def test_pages_placed_otherwise_are_shared_alike(tmp_path: Path, placement: str) -> None:
+    shared = [[8, 9, 10, 11, 0, 1], [8, 9, 10, 11, 4, 5, 6, 7, 12]]
+    write_layout(tmp_path / "a.parquet", "block", 4, shared)
+    layout = load_layouts(tmp_path)[0]
+    placed = layout.placed(placement, 4096, seed=3)
+    assert placed.lens == layout.lens
+    assert placed.unique_tokens == layout.unique_tokens == 11
+    assert (placed.slots[0][:4] == placed.slots[1][:4]).all()
+    assert all((row % 4 == np.arange(len(row)) % 4).all() for row in placed.slots)
+    if placement == "in_order":
+        assert placed.slots[0].tolist() == [0, 1, 2, 3, 4, 5]
+        assert placed.slots[1].tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 12]
+    with pytest.raises(ValueError, match="placement: expected in_order or shuffled"):
+        layout.placed("sorted", 4096)
+
+
 @pytest.mark.parametrize(
     ("page_size", "slots", "message"),
     [
