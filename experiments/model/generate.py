@@ -47,7 +47,7 @@ class ModelEngine:
         self.requests: dict[str, EngineRequest] = {}
 
     def add(self, request_id: str, token_ids: Sequence[int], max_tokens: int, **fields: Any) -> EngineRequest:
-        """A prompt arrives."""
+        """A prompt arrives. `fields`: those of `make_request`, such as samples or beam_width."""
         request = self.requests[request_id] = make_request(request_id, token_ids, max_tokens, **fields)
         self.engine.add(request)
         return request
@@ -71,8 +71,10 @@ class ModelEngine:
         return child
 
     def step(self) -> StepRecord:
-        """One step of the engine."""
-        return self.engine.step()
+        """One step of the engine; requests that it forked are in `requests` from now on."""
+        record = self.engine.step()
+        self.requests.update((child.id, child) for child in record.children)
+        return record
 
     def run(self) -> None:
         """Until all requests have ended. Raises RuntimeError when the engine stops making progress."""

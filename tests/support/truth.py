@@ -105,8 +105,8 @@ class TruthEngine:
         """A request; its hidden outputs are 1000, 1001, ..., those of its other samples 2000, ..., 3000, ..."""
         request = self.requests[name] = make_request(name, list(tokens), max_tokens, samples=samples, **fields)
         for number in range(samples):
-            first = 1000 * (number + 1) + 10 * (len(self.requests) % 50)
-            self.outputs.add(f"{name}/{number}" if number else name, range(first, first + max(max_tokens - number % 2, 1)))
+            first, count = 1000 * (number + 1) + 10 * (len(self.requests) % 50), max(max_tokens - number % 2, 1)
+            self.outputs.add(f"{name}/{number}" if number else name, range(first, first + count))
         self.engine.add(request)
         return request
 

@@ -153,6 +153,7 @@ def decisions(engine: Engine, requests: dict[str, Any]) -> list[Any]:
     log = []
     while engine.has_work:
         record = engine.step()
+        requests.update((child.id, child) for child in record.children)
         plan, allocator = record.plan, engine.scheduler.allocator
         live = list(engine.scheduler.running_requests)
         log.append(
@@ -202,6 +203,123 @@ def test_all_executors_decide_the_same(policy: str, kind: str, lag: int, host_pa
             assert len(run.times.kernels_s) == sum(bool(step[1]) for step in logs[-1])
             assert torch.isfinite(run.last_output).all()
     assert logs[0] == logs[1] == logs[2]
+
+
+class RecordedBeams:
+    """The candidates that a model gave, for executors that have none."""
+
+    def __init__(self) -> None:
+        self.candidates: dict[tuple[Any, ...], Any] = {}
+
+    def watch(self, executor: Any) -> None:
+        collect = executor.collect
+
+        def collected(plan: Any) -> Any:
+            samples = collect(plan)
+            for entry, sample in zip(plan.batch, samples, strict=True):
+                if sample is not None and sample.candidates:
+                    self.candidates[self.key(entry.request)] = sample.candidates
+            return samples
+
+        executor.collect = collected
+
+    def key(self, request: Any) -> tuple[Any, ...]:
+        return request.id.split("^")[0], tuple(request.seq.token_ids[request.seq.num_prompt_tokens :])
+
+    def __call__(self, root: str, generated: tuple[int, ...], width: int) -> Any:
+        return self.candidates[root, generated]
+
+
+def branching_requests(policy: str) -> dict[str, Any]:
+    beams = {"r3": 3, "r4": 2} if policy == "vllm" else {}
+    samples = {"r0": 3, "r1": 2}
+    return {
+        name: make_request(name, prompt, NUM_TOKENS, samples=samples.get(name, 1), beam_width=beams.get(name, 0))
+        for name, prompt in ragged_prompts().items()
+    }
+
+
+@pytest.mark.parametrize(("policy", "kind"), [("vllm", "block"), ("sglang", "token"), ("vllm", "token")])
+@pytest.mark.parametrize(("lag", "drafts"), [(0, 0), (1, 0), (0, 3)])
+def test_all_executors_decide_the_same_with_samples_beams_and_drafts(
+    policy: str, kind: str, lag: int, drafts: int
+) -> None:
+    model, answers = model_and_answers("llama")
+    config, recorded = limits(result_lag=lag, host_pages=6), RecordedBeams()
+    outputs, logs = HiddenOutputs(recorded), []
+    for executor in ("model", "simulated", "kernels"):
+        allocator = make_allocator({"kind": kind, "page_size": 16}, num_pages=POOL // 16 + 4)
+        if executor == "model":
+            behind = ModelEngine(model, allocator, policy=policy, limits=config)
+            recorded.watch(behind.executor)
+            engine = behind.engine
+        else:
+            run: Any = ScriptedExecutor(outputs)
+            if executor == "kernels":
+                run = KernelExecutor(allocator, outputs, kv_shape(model), 4, config)
+                allocator = run.allocator
+            engine = Engine(make_scheduler(policy, allocator, config), run)
+        if drafts:
+            engine.scheduler.speculate(half_right(answers), drafts)
+        requests = branching_requests(policy)
+        for request in requests.values():
+            engine.add(request)
+        logs.append(decisions(engine, requests))
+        assert engine.scheduler.forks > 0
+        if executor == "model":
+            assert behind.ties == []
+            assert_own_samples(model, requests, answers)
+            for request in requests.values():
+                if request.beams is None:
+                    outputs.add(request.id, request.seq.token_ids[request.seq.num_prompt_tokens :])
+    assert logs[0] == logs[1] == logs[2]
+
+
+def half_right(answers: dict[str, Any]) -> Any:
+    """Guesses of which every other one is the model's own."""
+
+    def draft(request: Any, count: int) -> list[int]:
+        tokens, start = answers[request.id.split("/")[0]].tokens, request.num_output
+        return [(token + at % 2) % 256 for at, token in enumerate(tokens[start : start + count], start)]
+
+    return draft
+
+
+def assert_own_samples(model: Any, requests: dict[str, Any], answers: dict[str, Any]) -> None:
+    """Each sample is what the model says behind its first token; the first one is its greedy answer."""
+    for name, request in requests.items():
+        if request.beams is not None:
+            continue
+        output = request.seq.token_ids[request.seq.num_prompt_tokens :].tolist()
+        if request.parent is None:
+            assert compare(name, output, answers[name]) == ""
+        else:
+            own = [*request.seq.token_ids[: request.seq.num_prompt_tokens], output[0]]
+            assert compare(name, output[1:], own_answers(model, [own], NUM_TOKENS - 1)[0]) == ""
+
+
+def test_beams_are_those_of_the_models_whole_passes() -> None:
+    """The best hypotheses against a beam search that computes every beam from the start, without cache or pages."""
+    model, _ = model_and_answers("llama")
+    prompt, width, steps = ragged_prompts()["r1"], 3, 6
+    live: list[tuple[list[int], float]] = [([], 0.0)]
+    for _ in range(steps):
+        with torch.no_grad():
+            passes = [model(torch.tensor([[*prompt, *tokens]])).logits[0, -1].log_softmax(-1) for tokens, _ in live]
+        every = [
+            ([*tokens, int(token)], score + float(logprob))
+            for (tokens, score), row in zip(live, passes, strict=True)
+            for logprob, token in zip(*row.topk(width), strict=True)
+        ]
+        live = sorted(every, key=lambda each: -each[1])[:width]
+    for kind in ("block", "token"):
+        allocator = make_allocator({"kind": kind, "page_size": 16}, num_pages=20)
+        engine = ModelEngine(model, allocator, limits=limits())
+        beams = engine.add("r1", prompt, steps, beam_width=width).beams
+        engine.run()
+        assert beams is not None
+        assert [list(each.tokens) for each in beams.best()] == [tokens for tokens, _ in live]
+        assert [each.score for each in beams.best()] == pytest.approx([score for _, score in live], abs=1e-4)
 
 
 def test_a_fork_goes_on_from_the_shared_past() -> None:
