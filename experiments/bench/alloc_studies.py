@@ -26,6 +26,7 @@ from kvarena.experiments.bench.alloc_ops import (
     tree_of_leaves,
 )
 from kvarena.experiments.bench.real_sglang import RealSGLang
+from kvarena.experiments.bench.real_vllm import RealVLLM
 
 VERBS = ("pin", "reserve", "commit", "release")
 DIGEST_BYTES = 16  # what a page's hash is chained to
@@ -94,19 +95,20 @@ def gate(load: list[Prompt]) -> None:
         raise ValueError("block: the two forms found different hits; times would compare different work")
 
 
-def real_rates(load: list[Prompt], page_size: int) -> float:
-    """The same replay through the real SGLang; its decisions are compared with ours before it counts."""
-    prompts_in = [array("q", prompt.tolist()) for prompt in load]
-    real = RealSGLang(POOL_TOKENS, page_size)
+def real_rate(load: list[Prompt], kind: str, page_size: int) -> float:
+    """The same replay through the real package of a design, from its own input form (lists of ints for vLLM, arrays of
+    int64 for SGLang); its decisions are compared with ours before it counts."""
+    prompts_in: list[Any] = [prompt.tolist() if kind == "block" else array("q", prompt.tolist()) for prompt in load]
+    real = (RealVLLM if kind == "block" else RealSGLang)(POOL_TOKENS, page_size)
     gc.collect()
     start = time.process_time()
     hits = [real.serve(prompt) for prompt in prompts_in]
     taken = time.process_time() - start
-    owner = allocator({"kind": "token", "page_size": page_size}, POOL_TOKENS)
+    owner = allocator({"kind": kind, "page_size": page_size}, POOL_TOKENS)
     ours = [serve(owner, seq) for seq in sequences(load, page_size, hashes=False)]
     if ours != hits or owner.room() != real.room():
         raise ValueError(
-            f"page size {page_size}: the real SGLang decided otherwise; times would compare different work"
+            f"{kind}, page size {page_size}: the real package decided otherwise; times would compare different work"
         )
     return len(load) / taken
 

@@ -1,7 +1,7 @@
 """kvarena bench allocators: what a decision costs on the host, ours beside the real packages and what is asked for.
 
 Cost is shown in three ways that never share an axis: operation counts that follow from the decisions alone, the
-real packages' times (recorded ones; SGLang's measured here too where it can be imported), and ours. Times are process
+real packages' times (recorded ones; measured here too where they can be imported), and ours. Times are process
 CPU time, medians over samples with the whole range beside them; only latencies are wall time, since that is what a
 step waits for. Everything runs on one core of the host; memory and cache are shared with whatever else runs there, so
 compare ratios, not digits.
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from kvarena.experiments.bench import alloc_adapter, real_sglang
+from kvarena.experiments.bench import alloc_adapter, real_sglang, real_vllm
 from kvarena.experiments.bench import alloc_studies as studies
 from kvarena.experiments.bench.alloc_load import NUM_REQUESTS, Prompt, replay_prompts
-from kvarena.experiments.bench.alloc_ops import block_ops, token_ops
+from kvarena.experiments.bench.alloc_ops import Op, block_ops, token_ops
 from kvarena.experiments.bench.alloc_recorded import MARKS, SOURCE, Mark
 from kvarena.experiments.provenance import code_version
 
@@ -61,7 +61,7 @@ def run(chosen: Iterable[str], effort: Effort, say: Say) -> Iterator[Row]:
     measure: dict[str, Callable[[], Iterator[Row]]] = {
         "counts": lambda: count_rows(load),
         "replay": lambda: replay_rows(load, effort, say),
-        "op": lambda: op_rows(effort),
+        "op": lambda: op_rows(effort, say),
         "latency": lambda: latency_rows(load),
         "growth": lambda: growth_rows(effort),
         "memory": lambda: memory_rows(effort),
@@ -151,35 +151,46 @@ def _decisions() -> list[studies.Contender]:
 def replay_rows(load: list[Prompt], effort: Effort, say: Say) -> Iterator[Row]:
     """Requests a CPU second; contenders take turns, so that a slow moment of the machine hits all of them.
 
-    Where the real SGLang can be imported it takes its turns too: `here` is its rate in this run.
+    Where a real package can be imported it takes its turns too: `here` is its rate in this run.
     """
-    missing = real_sglang.importable()
-    if missing:
-        say(missing)
+    importable = real_kinds(say)
     for form in ("tokens", "page hashes"):
         # A token a page is its own name: at page 1 hashes say nothing new.
         contenders = [c for c in studies.CONTENDERS if form == "tokens" or c.page_size > 1]
         sizes = {contender.page_size for contender in contenders}
         seqs = {size: studies.sequences(load, size, hashes=form != "tokens") for size in sizes}
         rates: dict[studies.Contender, list[float]] = {contender: [] for contender in contenders}
-        real: dict[int, list[float]] = {size: [] for size in sizes}
+        pairs = {(contender.spec["kind"], contender.page_size) for contender in contenders if form == "tokens"}
+        real: dict[tuple[str, int], list[float]] = {pair: [] for pair in sorted(pairs) if pair[0] in importable}
         for _ in range(effort.repeats):
             for contender, values in rates.items():
                 values.append(studies.replay_rate(contender, seqs[contender.page_size]))
-            for size, values in real.items():
-                if form == "tokens" and not missing:
-                    values.append(studies.real_rates(load, size))
+            for (kind, size), values in real.items():
+                values.append(studies.real_rate(load, kind, size))
         for contender, values in rates.items():
             line = row("replay", form, contender.design, contender.page_size, "requests/CPU s", values)
-            beside = real[contender.page_size] if contender.design == "token" else []
-            yield line | _beside(values, beside)
+            yield line | _beside(values, real.get((contender.spec["kind"], contender.page_size), []))
 
 
-def _beside(ours: list[float], real: list[float]) -> Row:
-    """The real package's rate in the same turns, and the ratio with its range over turns."""
+def real_kinds(say: Say) -> set[str]:
+    """Designs whose real package can be imported; `say` hears why one cannot."""
+    found = set()
+    for kind, package in (("block", real_vllm), ("token", real_sglang)):
+        missing = package.importable()
+        if missing:
+            say(missing)
+        else:
+            found.add(kind)
+    return found
+
+
+def _beside(ours: list[float], real: list[float], less_is_better: bool = False) -> Row:
+    """The real package's value in the same turns, and how many times better ours is, with the range over turns."""
     if not real:
         return {}
     ratios = [mine / theirs for mine, theirs in zip(ours, real, strict=True)]
+    if less_is_better:
+        ratios = [1 / ratio for ratio in ratios]
     return {
         "here": statistics.median(real),
         "here_ratio": statistics.median(ratios),
@@ -188,10 +199,30 @@ def _beside(ours: list[float], real: list[float]) -> Row:
     }
 
 
-def op_rows(effort: Effort) -> Iterator[Row]:
-    """Microseconds of single operations."""
+def op_rows(effort: Effort, say: Say) -> Iterator[Row]:
+    """Microseconds of single operations; the real package's turn comes after each of ours where it can be imported."""
+    importable = real_kinds(say)
+    real = [
+        op
+        for kind, package in (("block", real_vllm), ("token", real_sglang))
+        if kind in importable
+        for op in package.real_ops()
+    ]
+    twins = {(op.name, op.design, op.page_size): op for op in real}
     for op in [*token_ops(), *block_ops()]:
-        yield row("op", op.name, op.design, op.page_size, "us", op.measure(effort.samples))
+        twin = twins.get((op.name, op.design.split()[0], op.page_size))
+        ours, theirs = _in_turns(op, twin, effort.samples)
+        line = row("op", op.name, op.design, op.page_size, "us", ours)
+        yield line | _beside(ours, theirs, less_is_better=True)
+
+
+def _in_turns(op: Op, twin: Op | None, samples: int) -> tuple[list[float], list[float]]:
+    """Samples of ours and of the real package's, one of each in turn; the first, cold ones are dropped."""
+    if twin is None:
+        return op.measure(samples), []
+    ours, theirs = op.make(), twin.make()
+    turns = [(ours.sample(), theirs.sample()) for _ in range(samples + 1)][1:]
+    return [mine for mine, _ in turns], [other for _, other in turns]
 
 
 def latency_rows(load: list[Prompt]) -> Iterator[Row]:

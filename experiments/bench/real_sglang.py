@@ -11,10 +11,14 @@ that SGLang's cache costs, and recorded figures that include such work are slowe
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from kvarena.experiments.bench.alloc_ops import DECODES, LEAF_TOKENS, Op, Timed, prompts
+
 MAX_CONTEXT = 40_960
+OP_TOKENS = 65_536  # its free list is copied at each release, so a small pool is the fast one; ours does not mind
 
 
 class RealSGLang:
@@ -23,83 +27,34 @@ class RealSGLang:
     Raises ImportError when the package, or the Rust core that a server uses, is not there.
     """
 
-    version: str
+    def __init__(self, num_tokens: int, page_size: int, max_requests: int = 16, max_context: int = MAX_CONTEXT) -> None:
+        from kvarena.experiments.upstream import sglang_driver
+        from kvarena.experiments.upstream.compare import find
 
-    def __init__(self, num_tokens: int, page_size: int) -> None:
-        import sglang
-        import torch
-        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-        from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-        from sglang.srt.mem_cache.unified_cache.components import ComponentType
-        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
-        torch.set_num_threads(1)
-        self.version = sglang.__version__
-        self.page_size = page_size
-        self.rows = ReqToTokenPool(16, MAX_CONTEXT, "cpu", False)
-        pool = SimpleNamespace(size=num_tokens)
-        if page_size == 1:
-            self.slots: Any = TokenToKVPoolAllocator(num_tokens, torch.float16, "cpu", pool, False)
-        else:
-            self.slots = PagedTokenToKVPoolAllocator(num_tokens, page_size, torch.float16, "cpu", pool, False)
-        parameters = CacheInitParams(
-            disable=False,
-            req_to_token_pool=self.rows,
-            token_to_kv_pool_allocator=self.slots,
-            page_size=page_size,
-            tree_components=(ComponentType.FULL,),
-            tree_core_backend="rust",
+        sglang = sglang_driver.load(find("sglang", None))
+        self.version: str = sglang.version
+        self.sglang = sglang
+        self.cache = sglang_driver.SGLangCache(
+            sglang, num_tokens, page_size, max_requests=max_requests, max_context=max_context
         )
-        self.tree = UnifiedRadixCache(parameters)
+
+    def admit(self, token_ids: array[int]) -> Any:
+        """Match, lock, slots for the rest."""
+        request = self.cache.pin(token_ids)
+        self.cache.take(request, len(token_ids))
+        return request
 
     def serve(self, token_ids: array[int]) -> int:
         """One request through its life; returns its hit in tokens."""
-        request = self._admit(token_ids)
-        self.slots.free_group_begin()
-        self.tree.checkpoint_into_tree(request, up_to=len(token_ids))
-        self.slots.free_group_end()
-        self._finish(request, len(token_ids))
-        return request.hit
+        request = self.admit(token_ids)
+        self.cache.checkpoint(request)
+        self.cache.finish(request)
+        hit: int = request.hit
+        return hit
 
     def room(self) -> tuple[int, int]:
         """(free, evictable) pages."""
-        return self.slots.available_size() // self.page_size, self.tree.evictable_size() // self.page_size
-
-    def _admit(self, token_ids: array[int]) -> Any:
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        key = RadixKey(token_ids, limit=len(token_ids) - 1)
-        found = self.tree.match_prefix(MatchPrefixParams(key=key))
-        node, hit = found.last_device_node, found.device_prefix_len
-        request = _request(token_ids, hit, self.tree.lock(node))
-        (row,) = self.rows.alloc([request])
-        request.kv.req_pool_idx, request.kv.holds_kv = row, True
-        prefix = self.tree.path_device_indices(node)[:hit]
-        out = self._allocate(hit, len(token_ids), prefix)
-        self.rows.write((row, slice(0, hit)), prefix)
-        self.rows.write((row, slice(hit, len(token_ids))), out)
-        return request
-
-    def _allocate(self, start: int, end: int, prefix: Any) -> Any:
-        import torch
-        from sglang.srt.mem_cache import allocation
-
-        if self.page_size == 1:
-            return allocation.alloc_token_slots(self.tree, end - start)
-        last = prefix[-1:] if start else torch.tensor([-1])
-        starts, ends = torch.tensor([start]), torch.tensor([end])
-        return allocation.alloc_paged_token_slots_extend(self.tree, starts, starts, ends, ends, last, end - start)
-
-    def _finish(self, request: Any, length: int) -> None:
-        self.slots.free_group_begin()
-        self.tree.checkpoint_into_tree(request, up_to=length)
-        self.tree.free_kv_row(request.kv, [(request.kv.cache_protected_len, length)])
-        self.tree.unlock(request.lock)
-        self.rows.free(request)
-        self.slots.free_group_end()
+        return self.cache.room()
 
 
 def importable() -> str | None:
@@ -111,27 +66,110 @@ def importable() -> str | None:
     return None
 
 
-def _request(token_ids: array[int], hit: int, lock: Any) -> Any:
-    kv = SimpleNamespace(
-        req_pool_idx=None,
-        holds_kv=False,
-        cache_protected_len=hit,
-        cache_inserted_len=0,
-        get_evicted_seqlen=lambda component: 0,
-        swa_dead_lo=lambda page_size: 0,
+def real_ops() -> list[Op]:
+    """The operations of `alloc_ops.token_ops` that a scheduler can ask of the real package, under the same names."""
+    ops = []
+    for size in (1, 16):
+
+        def add(name: str, make: Callable[..., Timed], *arguments: int, size: int = size) -> None:
+            ops.append(Op(name, "token", size, lambda: make(size, *arguments)))
+
+        add("take 1 page", _take_one)
+        add("match 4,096 over 32 nodes", _match, 4096, 32)
+        add("match 32,768 over 256 nodes", _match, 32_768, 256)
+        add("admit 4,096 uncached tokens", _admit, 4096)
+        add("finish 4,096 + 256 tokens", _finish, 4096, 256)
+        add("decode step of 256", _decode_step)
+        add("evict 4,096 tokens of 1,000 leaves", _evict, 1000, 4096)
+    return ops
+
+
+def _fresh(length: int) -> Callable[[], array[int]]:
+    source = prompts(length)
+    return lambda: array("q", source().token_ids)
+
+
+def _take_one(size: int, times: int = 100) -> Timed:
+    real = RealSGLang(OP_TOKENS, size)
+
+    def work(_: None) -> None:
+        for _number in range(times):
+            real.cache.slots.alloc(size)
+
+    return Timed(real.cache.slots.clear, work, times)
+
+
+def _match(size: int, tokens: int, nodes: int) -> Timed:
+    """A prompt that came in `nodes` pieces, each cached behind the last."""
+    real, whole = RealSGLang(OP_TOKENS, size), _fresh(tokens)()
+    for end in range(tokens // nodes, tokens + 1, tokens // nodes):
+        real.serve(whole[:end])
+    key = real.sglang.RadixKey(whole)
+    return Timed(lambda: real.sglang.MatchPrefixParams(key=key), real.cache.tree.match_prefix)
+
+
+def _admit(size: int, length: int) -> Timed:
+    real, fresh, live = RealSGLang(OP_TOKENS, size), _fresh(length), list[Any]()
+
+    def before() -> array[int]:
+        while live:
+            real.cache.retract(live.pop(), 0)
+        return fresh()
+
+    return Timed(before, lambda tokens: live.append(real.admit(tokens)))
+
+
+def _finish(size: int, prompt: int, generated: int) -> Timed:
+    real, fresh = RealSGLang(OP_TOKENS, size), _fresh(prompt)
+
+    def before() -> Any:
+        real.cache.reset()
+        request = real.admit(fresh())
+        real.cache.checkpoint(request)
+        request.full_untruncated_fill_ids.extend(range(generated))
+        real.cache.take(request, prompt + generated)
+        return request
+
+    return Timed(before, real.cache.finish)
+
+
+def _decode_step(size: int) -> Timed:
+    """What a scheduler calls before a decode step of 256 requests: the test of the room, then slots for all of them."""
+    real = RealSGLang(2 * OP_TOKENS, size, max_requests=DECODES, max_context=4096)
+    cache, tensor = real.cache, real.sglang.torch.tensor
+    requests = [real.admit(array("q", [number] * (100 + number))) for number in range(DECODES)]
+    for request in requests:
+        request.kv.kv_committed_len = request.length
+    rows, lens = tensor([each.kv.req_pool_idx for each in requests]), tensor([each.length for each in requests])
+    batch = SimpleNamespace(
+        reqs=requests,
+        device="cpu",
+        tree_cache=cache.tree,
+        token_to_kv_pool_allocator=cache.slots,
+        req_to_token_pool=cache.rows,
+        req_pool_indices=rows,
+        req_pool_indices_cpu=rows,
+        seq_lens=lens,
+        seq_lens_cpu=lens,
+        maybe_evict_swa=lambda: None,
+        model_config=SimpleNamespace(is_encoder_decoder=False),
     )
-    return SimpleNamespace(
-        kv=kv,
-        hit=hit,
-        lock=lock,
-        full_untruncated_fill_ids=token_ids,
-        origin_input_ids=token_ids,
-        finished=lambda: False,
-        priority=0,
-        session_id=None,
-        kv_rotation_base=None,
-        extra_key=None,
-        cache_salt=None,
-        last_node=None,
-        is_chunked=0,
-    )
+
+    def work(_: None) -> None:
+        pages = sum(1 for each in requests if each.kv.kv_committed_len % size == 0)
+        cache.slots.check_decode_capacity(num_tokens=pages * size, tree_cache=cache.tree)
+        real.sglang.allocation.alloc_for_decode(batch, 1)
+        lens.add_(1)
+
+    return Timed(lambda: None, work)
+
+
+def _evict(size: int, num_leaves: int, tokens: int) -> Timed:
+    real, fresh = RealSGLang(num_leaves * LEAF_TOKENS + OP_TOKENS // 16, size), _fresh(LEAF_TOKENS)
+
+    def before() -> Any:
+        while real.room()[1] * size < num_leaves * LEAF_TOKENS:
+            real.serve(fresh())
+        return real.sglang.EvictParams(num_tokens=tokens)
+
+    return Timed(before, real.cache.tree.evict)

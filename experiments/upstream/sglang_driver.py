@@ -6,7 +6,6 @@ SGLang 0.5.22; another version either answers the same calls or the comparison e
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from array import array
 from pathlib import Path
@@ -43,17 +42,6 @@ NAMES = {
 }
 
 
-class Struct:
-    """Stands in for msgspec's where that is not installed: a plain dataclass of the annotated fields."""
-
-    def __init_subclass__(cls, kw_only: bool = False, **_: Any) -> None:
-        for name in vars(cls).get("__annotations__", {}):
-            default = vars(cls).get(name)
-            if isinstance(default, list | dict | set):
-                setattr(cls, name, dataclasses.field(default_factory=default.copy))
-        dataclasses.dataclass(kw_only=kw_only)(cls)
-
-
 def load(root: Path | None) -> SimpleNamespace:
     """SGLang's classes by name, its allocation functions, and its `version`.
 
@@ -71,7 +59,6 @@ def load(root: Path | None) -> SimpleNamespace:
         )
         given: dict[str, dict[str, Any]] = {
             "sglang.srt.platforms": {"current_platform": platform},
-            "msgspec": {"Struct": Struct, "field": dataclasses.field},
         }
         install(Finder(root, "sglang", _is_real, given, ABSENT))
     torch.set_num_threads(1)  # waking a second one costs more than these small tensors

@@ -11,6 +11,7 @@ a collection: arithmetic, iteration, comparison and truth of one raise TypeError
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -82,6 +83,21 @@ def stand_in(name: str) -> Any:
     return _StandInType(name, (), {"stands_for": name})
 
 
+class Struct:
+    """Stands in for msgspec's where that is not installed: a plain dataclass of the annotated fields."""
+
+    def __init_subclass__(cls, kw_only: bool = False, **_: Any) -> None:
+        for name in vars(cls).get("__annotations__", {}):
+            default = vars(cls).get(name)
+            if isinstance(default, list | dict | set):
+                setattr(cls, name, dataclasses.field(default_factory=default.copy))
+        dataclasses.dataclass(kw_only=kw_only)(cls)
+
+
+# What stand-ins of third-party packages are given; two packages in one process share them.
+THIRD_PARTY: dict[str, dict[str, Any]] = {"msgspec": {"Struct": Struct, "field": dataclasses.field}}
+
+
 class _StandInModule(ModuleType):
     """Any name is there; `attributes` are given ones."""
 
@@ -123,7 +139,7 @@ class Finder(importlib.abc.MetaPathFinder):
         given: dict[str, dict[str, Any]],
         absent: Iterable[str] = (),
     ) -> None:
-        self.root, self.package, self.is_real, self.given = root, package, is_real, given
+        self.root, self.package, self.is_real, self.given = root, package, is_real, THIRD_PARTY | given
         self.absent = {name for name in absent if not _importable(name)}
         self.stood_in: list[str] = []
 

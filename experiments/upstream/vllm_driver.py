@@ -78,10 +78,11 @@ def _items_in(items: list[Any], start: int, end: int) -> tuple[int, int]:
 class RealVLLM:
     """Answers neutral operations as `ScenarioRunner` does, out of vLLM's own objects.
 
-    Page id = block id, block 0 is the null block. Evicted pages are those whose hash was dropped when they were taken.
+    Page id = block id, block 0 is the null block. Evicted pages are those whose hash was dropped when they were taken;
+    without `watch` nobody notes them.
     """
 
-    def __init__(self, vllm: SimpleNamespace, header: dict[str, Any]) -> None:
+    def __init__(self, vllm: SimpleNamespace, header: dict[str, Any], *, watch: bool = True) -> None:
         self.vllm = vllm
         self.page_size: int = header["page_size"]
         num_blocks = header["num_slots"] // self.page_size + 1
@@ -110,7 +111,8 @@ class RealVLLM:
         self.live: dict[str, Any] = {}
         self.preempted: dict[str, Any] = {}
         self.evicted: list[int] = []
-        self._watch_evictions()
+        if watch:
+            self._watch_evictions()
 
     def _watch_evictions(self) -> None:
         drop = self.pool._maybe_evict_cached_block

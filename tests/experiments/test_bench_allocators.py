@@ -6,15 +6,17 @@ should.
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from kvarena.allocators.config import make_allocator
-from kvarena.experiments.bench import alloc_studies, allocators, real_sglang
+from kvarena.allocators.interface import Sequence
+from kvarena.experiments.bench import alloc_studies, allocators, real_sglang, real_vllm
 from kvarena.experiments.bench.alloc_load import page_names, replay_prompts
-from kvarena.experiments.bench.alloc_ops import Op, block_ops, token_ops
+from kvarena.experiments.bench.alloc_ops import Op, Timed, block_ops, token_ops
 from kvarena.experiments.bench.alloc_recorded import MARKS, Mark
 from kvarena.experiments.bench.alloc_tables import growth_figure, text
 from kvarena.experiments.cli import app
@@ -67,14 +69,64 @@ def test_growth_has_a_panel_for_each_operation_and_a_line_for_each_design(rows: 
 @pytest.mark.skipif(real_sglang.importable() is not None, reason="needs sglang 0.5.22 (extra: peers)")
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_the_real_sglang_decides_as_the_token_design(page_size: int) -> None:
-    assert alloc_studies.real_rates(replay_prompts(300), page_size) > 0
+    assert alloc_studies.real_rate(replay_prompts(300), "token", page_size) > 0
+
+
+@pytest.mark.skipif(real_vllm.importable() is not None, reason="needs vllm 0.32.0 (extra: peers)")
+def test_the_real_vllm_decides_as_the_block_design() -> None:
+    assert alloc_studies.real_rate(replay_prompts(300), "block", 16) > 0
+
+
+class Counted:
+    """A stand-in for a real package: ours, through the interface that the benchmark asks of it."""
+
+    def __init__(self, kind: str, num_tokens: int, page_size: int, miscounted: int = 0) -> None:
+        self.owner = make_allocator({"kind": kind, "page_size": page_size}, num_pages=num_tokens // page_size)
+        self.miscounted, self.count = miscounted, 0
+
+    def serve(self, token_ids: Any) -> int:
+        self.count += 1
+        return alloc_studies.serve(self.owner, Sequence(f"real{self.count}", token_ids)) + self.miscounted
+
+    def room(self) -> tuple[int, int]:
+        return self.owner.room()
+
+
+def test_real_packages_take_their_turns_and_their_decisions_count_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package, kind, name in ((real_vllm, "block", "RealVLLM"), (real_sglang, "token", "RealSGLang")):
+        monkeypatch.setattr(package, "importable", lambda: None)
+        monkeypatch.setattr(alloc_studies, name, partial(Counted, kind))
+        twin = Op("decode step of 256", kind, 16, lambda: Timed(lambda: None, lambda _: None))
+        monkeypatch.setattr(package, "real_ops", lambda twin=twin: [twin])
+    for name, make in (("token_ops", token_ops), ("block_ops", block_ops)):
+        steps = [op for op in make() if op.name.startswith("decode step")]
+        monkeypatch.setattr(allocators, name, lambda steps=steps: steps)
+    rows = list(allocators.run(["replay", "op"], SMALL, lambda _: None))[1:]
+    beside = {(row["study"], row["name"], row["design"], row["page_size"]) for row in rows if "here" in row}
+    assert beside == {
+        *(("replay", "tokens", f"block {form}", 16) for form in ("hashed", "runs")),
+        *(("replay", "tokens", "token", size) for size in (1, 16)),
+        *(("op", "decode step of 256", design, 16) for design in ("block hashed", "block runs", "token")),
+    }
+    for row in rows:
+        if "here" in row:
+            assert row["here_ratio_low"] <= row["here_ratio"] <= row["here_ratio_high"]
+            assert row["study"] == "replay" or row["here_ratio"] < 1  # an idle twin is faster than any step of ours
+    monkeypatch.setattr(alloc_studies, "RealVLLM", partial(Counted, "block", miscounted=1))
+    with pytest.raises(ValueError, match="block, page size 16: the real package decided otherwise"):
+        list(allocators.run(["replay"], SMALL, lambda _: None))
 
 
 def test_a_missing_real_package_is_said_and_its_recorded_figures_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sglang", None)
+    monkeypatch.delenv("KVARENA_PEERS", raising=False)
+    for package in ("vllm", "sglang"):
+        for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, package, None)
     said: list[str] = []
     rows = list(allocators.run(["replay"], SMALL, said.append))
-    assert any("sglang cannot be imported" in text for text in said)
+    for package in ("vllm", "sglang"):
+        assert any(f"{package} cannot be imported" in text for text in said)
     assert not any("here" in row for row in rows)
     assert {row["real"] for row in rows[1:] if row["design"] == "token" and row["name"] == "tokens"} == {862, 530}
 

@@ -22,8 +22,7 @@ from kvarena.experiments.scenarios import ScenarioRunner
 from kvarena.experiments.upstream import compare, report
 from kvarena.experiments.upstream.compare import Difference, OurRunner, Setting, Upstream
 from kvarena.experiments.upstream.ops import RandomRequests
-from kvarena.experiments.upstream.sglang_driver import Struct
-from kvarena.experiments.upstream.stubs import Finder, install, stand_in, version_of
+from kvarena.experiments.upstream.stubs import Finder, Struct, install, stand_in, version_of
 from typer.testing import CliRunner
 
 HEADER = {"page_size": 4, "num_slots": 96, "max_model_len": 192}
