@@ -190,6 +190,8 @@ class BlockAllocator(KVAllocator):
 
     def _serve(self, plan: Plan) -> Reservation:
         row = plan.row
+        if self._open:
+            row.granted = plan.end
         freed = self._drop_left_behind(plan) if plan.low < plan.high else ()
         taken, evicted = self._take(row, plan.take) if plan.take else (NO_PAGES, ())
         fills_a_page = row.publishes and plan.end >= (row.published + 1) * self.page_size
@@ -239,6 +241,7 @@ class BlockAllocator(KVAllocator):
             )
         if self._open:
             block_fork.check_written(self, row, n)
+            row.granted = n
         duplicates: PageIds = ()
         if n > seq.num_computed_tokens:
             seq.num_computed_tokens = n

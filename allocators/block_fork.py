@@ -44,6 +44,7 @@ def fork(allocator: BlockAllocator, parent: Sequence, child: Sequence, num_token
     num_pages = full if being_written or not rest else full + 1
     new = allocator._store.share(row, child, num_pages, min(row.published, full))
     new.held, new.committed = True, computed
+    new.granted = row.granted = computed
     allocator._rows[child.request_id] = new
     start_child(child, computed)
     if rest and not being_written:
@@ -57,7 +58,10 @@ def fork(allocator: BlockAllocator, parent: Sequence, child: Sequence, num_token
 
 
 def prepare_write(allocator: BlockAllocator, seq: Sequence, start: int, end: int) -> list[PageCopy] | None:
-    """A page of its own in place of the open page, if [start, end) touches it and others hold it. O(1)."""
+    """A page of its own in place of the open page, if [start, end) touches it and others hold it. O(1).
+
+    It is published as far as a reserve was granted: what one would refuse is never written.
+    """
     row = _live_row(allocator, seq)
     check_range(seq, start, end)
     position = allocator._open.get(seq.request_id)
@@ -69,7 +73,7 @@ def prepare_write(allocator: BlockAllocator, seq: Sequence, start: int, end: int
             return None
         copies, _ = _copy(allocator, row, row.pages[position], position)
     del allocator._open[seq.request_id]
-    _publish(allocator, row, min(end, len(row.pages) * allocator.page_size))
+    _publish(allocator, row, min(end, row.granted))
     return list(copies)
 
 

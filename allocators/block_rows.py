@@ -24,6 +24,7 @@ class Row:
     held       the pages count as in use; False from the pin to the first reserve
     headroom   pages that the first reserve must leave free (the gate's)
     settled    tokens up to which a reserve has nothing to do
+    granted    tokens up to which a reserve was granted and may be written now; kept while forks share a page only
     no_change, no_publication  what `nothing_new` and `nothing_published` give, once they were asked
     batch      the decode batch that has bound this row, told when another verb touches it
     """
@@ -32,6 +33,7 @@ class Row:
         "adopted",
         "batch",
         "committed",
+        "granted",
         "headroom",
         "held",
         "no_change",
@@ -52,6 +54,7 @@ class Row:
         self.held = False
         self.headroom = 0
         self.settled = 0
+        self.granted = 0
         self.no_change: Reservation | None = None
         self.no_publication: Commit | None = None
         self.batch: BlockDecodeBatch | None = None

@@ -18,6 +18,7 @@ from kvarena.allocators.interface import (
     SupportsFork,
 )
 from kvarena.allocators.token import TokenAllocator
+from kvarena.experiments.random_ops import RandomOps
 
 FORMS = ("hashed", "runs")
 ALL = [*FORMS, "token"]
@@ -536,3 +537,30 @@ def test_a_token_fork_refuses_to_publish_a_token_of_the_reserved_range() -> None
     with pytest.raises(ValueError, match="reserved for images"):
         allocator.fork(parent, Sequence("c", parent.token_ids))
     assert repr(allocator) == text
+
+
+@pytest.mark.parametrize("reserve_first", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_prepared_page_serves_nobody_before_its_reserve_is_granted(form: str, reserve_first: bool) -> None:
+    allocator = pool(form)
+    parent = live(allocator, "p", [1, 2, 3, 4, 5, 6, 7])
+    child = fork(allocator, parent, "c")
+    child.append(8)
+    if reserve_first:
+        assert allocator.extend(child, 1) is not None
+    assert len(allocator.prepare_write(child, 7, 8)) == 1
+    same = Sequence("s", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert allocator.match(same).hit_tokens == (8 if reserve_first else 4)
+    if not reserve_first:
+        child.pop()  # as after a refusal: the text that follows is another one
+        child.append(9)
+        assert allocator.extend(child, 1) is not None
+    allocator.check()
+    assert allocator.match(same).hit_tokens == (8 if reserve_first else 4)
+    assert allocator.match(Sequence("o", [1, 2, 3, 4, 5, 6, 7, 9])).hit_tokens == (4 if reserve_first else 8)
+
+
+@pytest.mark.parametrize("seed", [3, 4, 6, 7])
+@pytest.mark.parametrize("form", FORMS)
+def test_random_users_that_fork_in_a_small_pool_break_no_law(form: str, seed: int) -> None:
+    RandomOps(pool(form, num_pages=20), seed).run(450)
