@@ -25,6 +25,7 @@ PART_LOOKS: dict[str, tuple[str, str]] = {
     "sharing": ("#E6E6E6", "...."),
     "tables": ("#8C8C8C", "----"),
 }
+FOOTER_IN = 0.22
 PART_TEXT = {
     "tables": "tables, padding",
     "sharing": "prefix not shared",
@@ -135,7 +136,17 @@ def draw_capacity(result: CapacityResult) -> Figure:
                 _beyond_column(result, load, [grid[len(panels) + i][column] for i in range(2)], column == 0)
         _legends(figure, result, bool(extra), grid[-1][0] if extra else None)
         add_footer(figure, _footer(result))
+        _leave_room(figure, len(loads), bool(extra))
         return figure
+
+
+def _leave_room(figure: Figure, columns: int, beyond: bool) -> None:
+    """For the legends: above everything, and between the last axes and the footer."""
+    tall = figure.get_figheight()
+    above = 0.3 if columns > 1 else 0.95
+    below = FOOTER_IN + ((0.3 if columns > 1 else 0.6) if beyond else 0.0)
+    engine: Any = figure.get_layout_engine()
+    engine.set(rect=(0, below / tall, 1, 1 - (above + below) / tall))
 
 
 def _equal(result: CapacityResult, load: str) -> pd.DataFrame:
@@ -166,10 +177,13 @@ def _legends(figure: Figure, result: CapacityResult, beyond: bool, axes: Axes | 
     if card:
         face = {"markerfacecolor": "white", "markeredgecolor": "black", "linestyle": "none"}
         handles.append(Line2D([], [], marker="D", label=f"carried on {card['name']}", **face))
-    figure.legend(handles=handles, loc="outside upper left", ncols=5, fontsize=7.5, frameon=False)
+    wide = len(result.loads) > 1
+    place = {"fontsize": 7.5, "frameon": False, "borderaxespad": 0}
+    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.01, 0.995), ncols=6 if wide else 2, **place)
     if beyond and axes is not None:
         lines, labels = axes.get_legend_handles_labels()
-        figure.legend(lines, labels, loc="outside lower left", ncols=9, fontsize=7.5, frameon=False)
+        y = FOOTER_IN / figure.get_figheight()
+        figure.legend(lines, labels, loc="lower left", bbox_to_anchor=(0.01, y), ncols=9 if wide else 3, **place)
 
 
 def save_capacity_figure(result: CapacityResult, stem: Path) -> list[Path]:

@@ -1,9 +1,11 @@
 """How long a step takes: a small model of GPU and host time, for runs without a GPU.
 
-    GPU   = step + linear layers + layers x (decode attention + extend attention) + bytes swapped / link
+    GPU   = step + linear layers + layers x (store + decode attention + extend attention) + bytes swapped / link
+            store             launch + KV bytes written / rate
             linear layers     max(bytes of the weights / bandwidth, 2 x parameters x tokens / rate)
             decode attention  launch + KV bytes read / bandwidth       (sequences with one new token)
-            extend attention  launch + 4 x heads x head_dim x (query, key) pairs / rate
+            extend attention  launch + the longer of 4 x heads x head_dim x pairs in tiles / rate, and
+                              KV bytes read / bandwidth
     host  = base + per request of the batch + per prompt token admitted
 
 Attention coefficients are fitted to measured kernel times (`calibrate.py`) and kept as JSON; without such a file the
@@ -22,6 +24,8 @@ from kvarena.experiments.engine.scheduler import StepPlan
 from kvarena.experiments.models import ITEMSIZE, ModelShape
 
 STEP_TIMES_VERSION = 1
+TILE_QUERIES = 32  # tokens of a tile of 128 rows with 4 query heads a KV head
+TILE_KEYS = 128
 CALIBRATION = Path("results/h200/step_times.json")  # in a checkout
 NOT_CALIBRATED = "not calibrated: shares of the published peaks of an H200 (4.8 TB/s, 989 TFLOP/s in bf16)"
 
@@ -74,6 +78,8 @@ class GpuTimes:
     linear_gbps: float = 0.8 * 4800
     linear_tflops: float = 0.65 * 989
     step_us: float = 300.0
+    store_us: float = 2.0
+    store_gbps: float = 0.75 * 4800
     swap_gbps: float = 50.0
     decode_gbps_by_page: dict[str, float] = field(default_factory=dict)
     calibrated: bool = False
@@ -107,6 +113,8 @@ class StepAmounts:
 
     num_decodes    sequences with one new token; decode_tokens: KV tokens that they read, their own included
     num_extends    sequences with more; extend_pairs: (query, key) pairs of theirs
+    tile_pairs     the same with queries in whole tiles of TILE_QUERIES and keys in whole tiles of TILE_KEYS, on
+                   average: what a kernel computes; extend_tokens: KV tokens that they read
     new_tokens     tokens computed in all
     moved_pages    pages copied between device and host
     """
@@ -117,15 +125,28 @@ class StepAmounts:
     extend_pairs: int
     new_tokens: int
     moved_pages: int = 0
+    tile_pairs: int = 0
+    extend_tokens: int = 0
+
+
+def tile_pairs(num_new: int, num_before: int) -> int:
+    """Pairs that tiles cover for one sequence with `num_new` queries behind `num_before` cached tokens.
+
+    >>> tile_pairs(16, 8192), 16 * 8192 + 16 * 17 // 2
+    (264704, 131208)
+    """
+    rows = -(-num_new // TILE_QUERIES) * TILE_QUERIES
+    return rows * num_before + rows * (rows + TILE_QUERIES) // 2 + rows * (TILE_KEYS // 2)
 
 
 def step_amounts(plan: StepPlan) -> StepAmounts:
     """The amounts of a plan.
 
     >>> step_amounts(StepPlan())
-    StepAmounts(num_decodes=0, decode_tokens=0, num_extends=0, extend_pairs=0, new_tokens=0, moved_pages=0)
+    StepAmounts(num_decodes=0, decode_tokens=0, num_extends=0, extend_pairs=0, new_tokens=0, moved_pages=0, \
+tile_pairs=0, extend_tokens=0)
     """
-    decode_tokens = pairs = num_decodes = num_new = 0
+    decode_tokens = pairs = num_decodes = num_new = covered = read = 0
     for entry in plan.batch:
         n = entry.num_new
         num_new += n
@@ -134,7 +155,18 @@ def step_amounts(plan: StepPlan) -> StepAmounts:
             decode_tokens += entry.num_before + 1
         else:
             pairs += n * entry.num_before + n * (n + 1) // 2
-    return StepAmounts(num_decodes, decode_tokens, len(plan.batch) - num_decodes, pairs, num_new, plan.num_moved_pages)
+            covered += tile_pairs(n, entry.num_before)
+            read += entry.num_before + n
+    return StepAmounts(
+        num_decodes,
+        decode_tokens,
+        len(plan.batch) - num_decodes,
+        pairs,
+        num_new,
+        plan.num_moved_pages,
+        covered,
+        read,
+    )
 
 
 @dataclass(frozen=True)
@@ -153,13 +185,15 @@ class StepTimeModel:
         if not plan.batch:
             return 0.0
         amounts = step_amounts(plan)
-        us = self.gpu.step_us + self._linear_us(amounts.new_tokens) + self.attention_us(amounts)
+        us = self.gpu.step_us + self._linear_us(amounts.new_tokens) + self.kernels_us(amounts)
         us += amounts.moved_pages * self.shape.bytes_per_page(self.page_size) / self.gpu.swap_gbps / 1e3
         return us / 1e6
 
-    def attention_us(self, amounts: StepAmounts) -> float:
-        """Attention of all layers, microseconds: what the `kernels` executor runs beside its stores."""
-        return self._decode_us(amounts.decode_tokens) + self._extend_us(amounts.extend_pairs)
+    def kernels_us(self, amounts: StepAmounts) -> float:
+        """Stores and attention of all layers, microseconds: what the `kernels` executor runs."""
+        stores = amounts.new_tokens * self.shape.bytes_per_token / self.gpu.store_gbps / 1e3
+        stores += self.shape.num_layers * self.gpu.store_us if amounts.new_tokens else 0.0
+        return stores + self._decode_us(amounts.decode_tokens) + self._extend_us(amounts)
 
     def _linear_us(self, num_tokens: int) -> float:
         weights = self.compute.parameters * ITEMSIZE["bfloat16"]
@@ -173,12 +207,13 @@ class StepTimeModel:
             kv_tokens * self.shape.bytes_per_token / _bandwidth(self.gpu, self.page_size) / 1e3
         )
 
-    def _extend_us(self, pairs: int) -> float:
-        if not pairs:
+    def _extend_us(self, amounts: StepAmounts) -> float:
+        if not amounts.num_extends:
             return 0.0
         layers = self.shape.num_layers
-        flops = 4 * self.compute.num_heads * self.shape.head_dim * pairs * layers
-        return layers * self.gpu.extend_us + flops / self.gpu.extend_tflops / 1e6
+        flops = 4 * self.compute.num_heads * self.shape.head_dim * amounts.tile_pairs * layers
+        read = amounts.extend_tokens * self.shape.bytes_per_token / _bandwidth(self.gpu, self.page_size) / 1e3
+        return layers * self.gpu.extend_us + max(flops / self.gpu.extend_tflops / 1e6, read)
 
     def host_s(self, plan: StepPlan) -> float:
         """Host time of scheduling a plan."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,12 +22,21 @@ from kvarena.experiments.engine.step_time import (
     compute_of,
     load_gpu_times,
     save_gpu_times,
+    step_amounts,
 )
 from kvarena.experiments.models import SHAPES, ModelShape
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=1, head_dim=64)  # 512 bytes of KV a token
 GPU = GpuTimes(
-    decode_us=3.0, decode_gbps=1.0, extend_us=5.0, extend_tflops=1e-3, linear_gbps=2.0, linear_tflops=1e-3, step_us=7.0
+    decode_us=3.0,
+    decode_gbps=1.0,
+    extend_us=5.0,
+    extend_tflops=1e-3,
+    linear_gbps=2.0,
+    linear_tflops=1e-3,
+    step_us=7.0,
+    store_us=1.0,
+    store_gbps=1.0,
 )
 MODEL = StepTimeModel(SHAPE, Compute(num_heads=4, parameters=1000), 16, GPU, HostTimes(2.0, 0.5, 0.25), 1e-6)
 
@@ -38,15 +48,24 @@ def entry(num_new: int, num_before: int) -> Scheduled:
 def test_a_decode_step_by_hand() -> None:
     plan = StepPlan("decode", [entry(1, 99), entry(1, 199)])
     # step 7; weights 2000 B / 2 GB/s = 1 us against 2 x 1000 x 2 / 1e9 flop/s = 4 us; 2 layers x 3 us;
-    # 300 tokens x 512 B / 1 GB/s = 153.6 us
-    assert MODEL.gpu_s(plan) == pytest.approx((7 + 4 + 6 + 153.6) / 1e6)
+    # 300 tokens x 512 B / 1 GB/s = 153.6 us; stores 2 layers x 1 us + 2 tokens x 512 B / 1 GB/s = 3.024 us
+    assert MODEL.gpu_s(plan) == pytest.approx((7 + 4 + 6 + 153.6 + 3.024) / 1e6)
 
 
 def test_a_prefill_step_by_hand() -> None:
     plan = StepPlan("prefill", [entry(4, 10)])
-    pairs = 4 * 10 + 10
+    pairs = 32 * 10 + 32 * 64 // 2 + 32 * 64  # 4 queries fill a tile of 32; keys end in half a tile of 128 on average
     attention = 4 * 4 * 64 * pairs * 2 / 1e3  # us at 1e9 flop/s
-    assert MODEL.gpu_s(plan) == pytest.approx((7 + 8 + 2 * 5 + attention) / 1e6)
+    stores = 2 + 4 * 512 / 1e3
+    assert MODEL.gpu_s(plan) == pytest.approx((7 + 8 + 2 * 5 + attention + stores) / 1e6)
+
+
+def test_a_prefill_step_that_reads_more_than_it_computes_takes_the_time_of_reading() -> None:
+    gpu = replace(GPU, extend_tflops=1e3, decode_gbps=1e-3)
+    model = StepTimeModel(SHAPE, MODEL.compute, 16, gpu)
+    amounts = step_amounts(StepPlan("prefill", [entry(4, 10)]))
+    assert amounts.extend_tokens == 14
+    assert model.kernels_us(amounts) == pytest.approx(2 * 5 + 2 + 4 * 512 / 1e3 + 14 * 512 / 1e-3 / 1e3)
 
 
 def test_host_time_by_hand() -> None:
