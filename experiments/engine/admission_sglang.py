@@ -150,7 +150,7 @@ class Admitter:
         for request, _, _ in self.takes:
             pin = self.fresh.get(request.id)
             if pin is not None:
-                request.admitted(pin.hit_tokens)
+                self.scheduler.admitted(request, pin.hit_tokens)
         return self.takes
 
     def _put_back_last(self) -> None:

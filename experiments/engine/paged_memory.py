@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from typing import Literal
@@ -89,7 +89,7 @@ class PagedMemory:
             device=options.device,
             slots_by=self.backend.slots_by,
         )
-        self.host = self._host_pages(limits.host_pages)
+        self.host = self._host_pages(limits.host_pages + limits.host_cache_pages)
         self.moved_pages = 0
         self._moves: list[tuple[Sequence, tuple[PageMove, ...]]] = []
 
@@ -164,15 +164,30 @@ class PagedMemory:
             self.backend.copy_pages(self.pool.layers, *(list(ids) for ids in zip(*pairs, strict=True)))
 
     def _to_host(self, moves: ListLike[PageMove]) -> None:
-        packed = self.backend.gather_pages(self.pool.layers, [move.src for move in moves])
-        self.host[[move.dst for move in moves]] = packed.to("cpu")
+        """One copy of each page: straight into its place, for runs of consecutive host pages together."""
+        for run in _runs(moves, [move.dst for move in moves]):
+            out = self.host[run[0].dst : run[-1].dst + 1]
+            self.backend.gather_pages(self.pool.layers, [move.src for move in run], out)
         self.moved_pages += len(moves)
 
     def _from_host(self, moves: ListLike[PageMove]) -> None:
-        if moves:
-            packed = self.host[[move.src for move in moves]].contiguous()
-            self.backend.scatter_pages(packed, self.pool.layers, [move.dst for move in moves])
-            self.moved_pages += len(moves)
+        """One copy of each page, straight from its place."""
+        for run in _runs(moves, [move.src for move in moves]):
+            packed = self.host[run[0].src : run[-1].src + 1]
+            self.backend.scatter_pages(packed, self.pool.layers, [move.dst for move in run])
+        self.moved_pages += len(moves)
+
+
+def _runs(moves: ListLike[PageMove], host_pages: ListLike[int]) -> Iterator[list[PageMove]]:
+    """The moves in order, cut where host pages do not follow one another."""
+    run: list[PageMove] = []
+    for at, move in enumerate(moves):
+        if run and host_pages[at] != host_pages[at - 1] + 1:
+            yield run
+            run = []
+        run.append(move)
+    if run:
+        yield run
 
 
 def _row_tokens(allocator: KVAllocator, limits: SchedulerConfig) -> int:

@@ -203,7 +203,7 @@ class VllmScheduler(Scheduler):
         if not self.try_reserve([(request, n)]):
             request.num_computed = 0
             return False
-        request.admitted(pin.hit_tokens)
+        self.admitted(request, pin.hit_tokens)
         self._start(request, n, plan)
         return True
 

@@ -60,7 +60,8 @@ class EngineRequest:
     recomputed_tokens  of those, what its re-admissions did not find cached
     kept_tokens     tokens whose KV went to the host when it was last thrown back
     swapped_tokens  tokens whose KV came back from there, over the whole run
-    hits            hit tokens of each admission, the first one first
+    hits            hit tokens of each admission on the device, the first one first
+    host_hits       hit tokens of each admission in a second-level cache on the host, beyond those of the device
     samples         replies that go on from its prompt, itself included
     beams           it is a beam of these
     parent          id of the request that it was forked from
@@ -83,6 +84,7 @@ class EngineRequest:
     kept_tokens: int = 0
     swapped_tokens: int = 0
     hits: list[int] = field(default_factory=list)
+    host_hits: list[int] = field(default_factory=list)
     samples: int = 1
     beams: Beams | None = None
     parent: str | None = None
@@ -123,19 +125,21 @@ class EngineRequest:
         short = self.num_output < self.requested
         return self.end is End.POOL or (self.end is End.LENGTH and short)
 
-    def admitted(self, hit_tokens: int) -> None:
-        """One admission that went through, with what of the sequence was cached."""
+    def admitted(self, hit_tokens: int, host_hit_tokens: int = 0) -> None:
+        """One admission that went through, with what of the sequence was cached on the device and on the host."""
         self.hits.append(hit_tokens)
-        self.recomputed_tokens += max(self.lost_tokens - hit_tokens, 0)
+        self.host_hits.append(host_hit_tokens)
+        self.recomputed_tokens += max(self.lost_tokens - hit_tokens - host_hit_tokens, 0)
         self.lost_tokens = 0
 
-    def returned(self, moved_tokens: int) -> None:
-        """An admission from the host tier: `moved_tokens` were copied back, the rest of what is computed was cached."""
+    def returned(self, moved_tokens: int, host_hit_tokens: int = 0) -> None:
+        """An admission from the host tier: `moved_tokens` were copied back, the rest of what is computed was cached,
+        `host_hit_tokens` of it in the second-level cache."""
         self.num_computed = self.seq.num_computed_tokens
         moved = min(moved_tokens, self.num_computed)
         self.swapped_tokens += moved
         self.lost_tokens = max(self.lost_tokens - moved, 0)
-        self.admitted(self.num_computed - moved)
+        self.admitted(self.num_computed - moved - host_hit_tokens, host_hit_tokens)
 
     def throw_back(self) -> None:
         """After a preemption: nothing is computed, what is in flight is stale."""

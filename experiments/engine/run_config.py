@@ -64,6 +64,8 @@ class RunEngineConfig(_Section):
     think_s         think time of closed sessions, seconds; None: from the trace
     speed           arrivals come so many times faster
     host_pool       bytes of a host tier ("32 GiB"): who is thrown back is swapped out, not computed again; None: none
+    host_cache      bytes of a second-level prefix cache on the host: what the device evicts goes there and is copied
+                    back on a hit; None: none
     declared        what schedulers are told of an output: the "cap", the "true" length (oracle), or "noisy": the true
                     length times a log-normal factor, never below it
     ttft_ms, tpot_ms, e2el_ms  limits of goodput, milliseconds; None: no limit
@@ -94,6 +96,7 @@ class RunEngineConfig(_Section):
     think_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     speed: PositiveFloat = 1.0
     host_pool: StrictStr | None = None
+    host_cache: StrictStr | None = None
     declared: Literal["cap", "true", "noisy"] = "cap"
     declared_max_tokens: PositiveInt = 4096
     ttft_ms: PositiveFloat | None = None
@@ -107,7 +110,7 @@ class RunEngineConfig(_Section):
     def _word(cls, value: Any) -> Any:
         return "true" if value is True else value  # TOML's literal, as `--set declared=true` gives it
 
-    @field_validator("host_pool")
+    @field_validator("host_pool", "host_cache")
     @classmethod
     def _bytes(cls, value: str | None) -> str | None:
         if value is not None:
@@ -124,9 +127,12 @@ class RunEngineConfig(_Section):
 
     def scheduler_config(self, page_bytes: int = 1) -> SchedulerConfig:
         """The part that the scheduler gets, for pages of so many bytes."""
-        names = [name for name in SchedulerConfig.__dataclass_fields__ if name != "host_pages"]
-        host_pages = 0 if self.host_pool is None else parse_bytes(self.host_pool) // page_bytes
-        return SchedulerConfig(**{name: getattr(self, name) for name in names}, host_pages=host_pages)
+        sized = {
+            name: 0 if size is None else parse_bytes(size) // page_bytes
+            for name, size in (("host_pages", self.host_pool), ("host_cache_pages", self.host_cache))
+        }
+        names = [name for name in SchedulerConfig.__dataclass_fields__ if name not in sized]
+        return SchedulerConfig(**{name: getattr(self, name) for name in names}, **sized)
 
     def host_table(self, kind: str) -> str:
         """Name of the host table; "ours" goes by the allocator's kind."""

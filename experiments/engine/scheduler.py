@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvarena.allocators.host import HostTier
+from kvarena.allocators.host_cache import HostCache
 from kvarena.allocators.interface import Gate, KVAllocator, PageMove, Release
 from kvarena.experiments.engine.beams import Beams, Candidate
 from kvarena.experiments.engine.branching import can_fork
@@ -43,6 +44,8 @@ class SchedulerConfig:
                             the queue for ever is rejected when it does
     host_pages              pages of a host tier: who is thrown back is copied there and comes back by a copy, not by
                             computing again (0: no such tier)
+    host_cache_pages        pages of a second-level prefix cache on the host: what the device evicts goes there and is
+                            copied back on a hit (0: none)
     watermark               vllm: share of the pool that an admission leaves free while others run
     whole_prompt_gate       vllm: a prompt is admitted only if all of it fits now
     max_num_active_seqs     vllm: replaces max_num_seqs at admission
@@ -60,6 +63,7 @@ class SchedulerConfig:
     prefix_deferral: bool | None = None
     limits: Literal["exact", "upstream"] = "exact"
     host_pages: int = 0
+    host_cache_pages: int = 0
     watermark: float = 0.0
     whole_prompt_gate: bool = True
     max_num_active_seqs: int | None = None
@@ -74,8 +78,9 @@ class SchedulerConfig:
         for name, allowed in (("order", ORDERS), ("result_lag", (0, 1)), ("limits", ("exact", "upstream"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: expected one of {allowed}, found {getattr(self, name)!r}")
-        if self.host_pages < 0:
-            raise ValueError(f"host_pages: expected at least 0, found {self.host_pages}")
+        for name in ("host_pages", "host_cache_pages"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: expected at least 0, found {getattr(self, name)}")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark: expected 0 <= watermark < 1, found {self.watermark}")
         if self.conservativeness < 0:
@@ -163,11 +168,16 @@ class Scheduler(ABC):
     name: str
 
     def __init__(self, allocator: KVAllocator, config: SchedulerConfig) -> None:
+        self._moves: list[Moves] = []
+        self.cache: HostCache | None = None
+        if config.host_cache_pages:
+            allocator = self.cache = HostCache(
+                allocator, config.host_cache_pages, self._move, first_page=config.host_pages + 1
+            )
         self.allocator = allocator
         self.config = config
         self.waiting: deque[EngineRequest] = deque()
         self.host = HostTier(allocator, config.host_pages) if config.host_pages else None
-        self._moves: list[Moves] = []
         # Requests that ended outside `update` (rejected, or out of pool), until `drain_ended`.
         self._ended: list[EngineRequest] = []
         # Forks: requests made since the last `take_children`, how many shared pages, pages copied so far.
@@ -297,6 +307,14 @@ class Scheduler(ABC):
         moves, self._moves = self._moves, []
         return moves
 
+    def _move(self, direction: Literal["out", "in"], pages: tuple[PageMove, ...]) -> None:
+        self._moves.append((direction, pages))
+
+    def admitted(self, request: EngineRequest, hit_tokens: int) -> None:
+        """One admission that went through; `hit_tokens` of both tiers together."""
+        from_host = 0 if self.cache is None else self.cache.hit_tokens(request.seq)
+        request.admitted(hit_tokens - from_host, from_host)
+
     def on_host(self, request: EngineRequest) -> bool:
         """Its KV waits in the host tier (and was not dropped there for room)."""
         return self.host is not None and request.seq in self.host
@@ -312,7 +330,8 @@ class Scheduler(ABC):
         if moves is None:
             return False
         self._moves.append(("in", tuple(moves)))
-        request.returned(len(moves) * self.allocator.page_size)
+        from_host = 0 if self.cache is None else self.cache.hit_tokens(request.seq)
+        request.returned(len(moves) * self.allocator.page_size, from_host)
         return True
 
     def _swap_out(self, request: EngineRequest) -> bool:
