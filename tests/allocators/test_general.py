@@ -16,7 +16,7 @@ from support.crowd import Crowd
 from support.golden import find_log, first_difference, load_jsonl, log_files, plain_name
 
 LONG = 400  # ops; longer scenarios are verified every CHECK_EVERY ops
-CHECK_EVERY = 11
+CHECK_EVERY = 60
 TOKEN_OPTIONS: dict[str, dict[str, Any]] = {"sglang": {}, "sglang_admission": {"admission": "sglang"}}
 TOKEN_LOGS = [(folder, plain_name(path)) for folder in TOKEN_OPTIONS for path in log_files(folder)]
 BLOCK_LOGS = [plain_name(path) for path in log_files("vllm")]
