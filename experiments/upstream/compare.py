@@ -69,7 +69,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where the two first part: the op, what of the answer differs, and both values."""
+    """Where the two first part: the op, what of the answer differs, and both values.
+
+    raised   theirs gave no answer: it raised, as a version does whose methods have other names
+    """
 
     seed: int
     number: int
@@ -77,12 +80,16 @@ class Difference:
     what: str
     ours: Any
     theirs: Any
+    raised: bool = False
 
     def __str__(self) -> str:
         op = {name: value for name, value in self.op.items() if name != "tokens"}
         if "tokens" in self.op:
             op["tokens"] = f"{len(self.op['tokens'])} of them"
-        return f"seed {self.seed}, op {self.number} {op}: {self.what} is {self.ours} here, {self.theirs} there"
+        where = f"seed {self.seed}, op {self.number} {op}"
+        if self.raised:
+            return f"{where}: {self.theirs}"
+        return f"{where}: {self.what} is {self.ours} here, {self.theirs} there"
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ def compare(upstream: Upstream, setting: Setting, ops: int, first_seed: int = 0)
     done, seed = 0, first_seed
     while done < ops:
         for difference in _one_seed(upstream, setting, seed, min(OPS_A_SEED, ops - done), met):
-            done += 1
+            done += difference is None or difference.number > 0
             if difference is not None:
                 return Outcome(setting.name, done, **met, difference=difference)
         seed += 1
@@ -129,14 +136,21 @@ def _one_seed(
     upstream: Upstream, setting: Setting, seed: int, ops: int, met: dict[str, int]
 ) -> Iterator[Difference | None]:
     requests = RandomRequests(seed, setting.header, keys=setting.keys, batches=setting.batches)
-    ours, theirs = upstream.ours(setting), upstream.theirs(setting.header)
+    ours = upstream.ours(setting)
+    try:
+        theirs = upstream.theirs(setting.header)
+    except Exception as error:  # another version may not be built like this
+        yield Difference(
+            seed, 0, {"op": "build"}, "the allocator", "built", f"{type(error).__name__}: {error}", raised=True
+        )
+        return
     for number in range(1, ops + 1):
         op = requests.next()
         here = ours.decide(op)
         try:
             there = theirs.decide(op)
         except Exception as error:  # whatever another version raises is the difference
-            yield Difference(seed, number, op, "the answer", here, f"{type(error).__name__}: {error}")
+            yield Difference(seed, number, op, "the answer", here, f"{type(error).__name__}: {error}", raised=True)
             return
         yield _difference(seed, number, op, here, there)
         requests.learn(op, here)

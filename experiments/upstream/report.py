@@ -23,7 +23,7 @@ def compare_all(package: str, path: Path | None, *, ops: int, seed: int, only: l
     try:
         upstream = load(package, path)
     except (ImportError, OSError, RuntimeError) as error:  # or a dependency of it that does not fit this machine
-        return f"{package} {VERSIONS[package]} cannot be imported ({error}); see --path, KVARENA_PEERS, extra: peers"
+        return f"{package} cannot be imported ({error}); see --path, KVARENA_PEERS, extra: peers"
     chosen = [each for each in upstream.settings if not only or any(word in each.name for word in only)]
     if not chosen:
         names = ", ".join(repr(setting.name) for setting in upstream.settings)
@@ -40,7 +40,9 @@ def compare_all(package: str, path: Path | None, *, ops: int, seed: int, only: l
 def line(outcome: Outcome) -> str:
     """One outcome for people."""
     met = f"{outcome.ops:>8,} ops, {outcome.hits:,} hits, {outcome.evicted:,} evicted, {outcome.refused:,} refused"
-    verdict = "agrees" if outcome.difference is None else f"DIFFERS: {outcome.difference}"
+    verdict = "agrees"
+    if outcome.difference is not None:
+        verdict = f"{'RAISES' if outcome.difference.raised else 'DIFFERS'}: {outcome.difference}"
     return f"{outcome.setting:36} {met}: {verdict}"
 
 

@@ -6,6 +6,7 @@ SGLang 0.5.22; another version either answers the same calls or the comparison e
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from array import array
 from pathlib import Path
@@ -28,7 +29,7 @@ REAL = (
 ALSO_REAL = ("sglang.srt.utils",)  # but not what lies below
 ABSENT = (
     *("msgspec", "orjson", "psutil", "pybase64", "starlette", "sgl_kernel", "zmq"),
-    *("fastapi", "aiohttp", "requests", "PIL"),
+    *("fastapi", "aiohttp", "requests", "PIL", "torchvision"),
 )
 NAMES = {
     "sglang.srt.mem_cache.allocator.paged": ("PagedTokenToKVPoolAllocator",),
@@ -95,13 +96,15 @@ class SGLangCache:
             self.slots = sglang.TokenToKVPoolAllocator(num_tokens, dtype, "cpu", pool, need_sort)
         else:
             self.slots = sglang.PagedTokenToKVPoolAllocator(num_tokens, page_size, dtype, "cpu", pool, need_sort)
+        known = {field.name for field in dataclasses.fields(sglang.CacheInitParams)}
+        core = {"tree_core_backend": "rust"} if "tree_core_backend" in known else {}  # older ones have one core
         parameters = sglang.CacheInitParams(
             disable=not enabled,
             req_to_token_pool=self.rows,
             token_to_kv_pool_allocator=self.slots,
             page_size=page_size,
             tree_components=(sglang.ComponentType.FULL,),
-            tree_core_backend="rust",
+            **core,
         )
         self.tree = sglang.UnifiedRadixCache(parameters)
 

@@ -233,6 +233,16 @@ def test_what_the_real_one_raises_is_the_difference() -> None:
     assert "AttributeError: the method has another name now" in str(outcome.difference)
 
 
+def test_one_that_cannot_be_built_differs_before_the_first_op() -> None:
+    def unbuildable(header: dict[str, Any]) -> Any:
+        raise TypeError("an unexpected argument")
+
+    outcome = compare.compare(Upstream("sglang", "0.1", SETTINGS, unbuildable, "token"), SETTINGS[0], 100)
+    assert outcome.ops == 0
+    assert "op 0 {'op': 'build'}" in str(outcome.difference)
+    assert "TypeError: an unexpected argument" in str(outcome.difference)
+
+
 # --- where the package is ---
 
 
@@ -287,7 +297,7 @@ def test_the_command_skips_with_a_reason_when_the_package_is_absent(
     monkeypatch.setitem(sys.modules, package, None)
     result = invoke(package)
     assert result.exit_code == 3, result.output
-    assert f"skipped: {package} {compare.VERSIONS[package]} cannot be imported" in result.output
+    assert f"skipped: {package} cannot be imported" in result.output
     assert "KVARENA_PEERS" in result.output
 
 
