@@ -6,7 +6,7 @@ imported, is a stand-in: every name in it exists, can be subclassed, called, sub
 does nothing. A package's own `__init__` is not run.
 
 A stand-in that decides something would falsify the comparison, so a stand-in's value is never a number, a string or
-a collection: arithmetic, iteration, comparison and truth of one raise TypeError that names it.
+a collection: arithmetic, iteration, comparison, equality and truth of one raise TypeError that names it.
 """
 
 from __future__ import annotations
@@ -74,8 +74,11 @@ def _refuse(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-for _name in ("bool", "iter", "len", "int", "float", "index", "lt", "le", "gt", "ge", "add", "sub", "mul", "floordiv"):
+_VALUES = ("bool", "iter", "len", "int", "float", "index", "contains", "eq", "ne", "lt", "le", "gt", "ge")
+_SUMS = ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "truediv", "mod", "neg", "and", "invert")
+for _name in (*_VALUES, *_SUMS):
     setattr(_StandInType, f"__{_name}__", _refuse(_name))
+_StandInType.__hash__ = type.__hash__  # type: ignore[method-assign]
 
 
 def stand_in(name: str) -> Any:
