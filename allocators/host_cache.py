@@ -74,6 +74,12 @@ class _Chain:
     named: int = 0
 
 
+def _design_of(allocator: KVAllocator) -> Any:
+    """The design under any wrappers, or None."""
+    inner = getattr(allocator, "inner", None)
+    return getattr(allocator, "design", None) if inner is None else _design_of(inner)
+
+
 class HostCache(KVAllocator):
     """An allocator with `num_pages` host pages behind it, ids from `first_page` on.
 
@@ -96,6 +102,11 @@ class HostCache(KVAllocator):
     def __init__(self, inner: KVAllocator, num_pages: int, moved: Moved, *, first_page: int = 1) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages: expected at least 1 host page, found {num_pages}")
+        design = _design_of(inner)
+        if getattr(design, "sliding_window", None) is not None or (getattr(design, "hash_unit", None) or 0):
+            raise ValueError(
+                f"a host cache knows whole pages of whole prefixes: no window, no hash_unit; found {design}"
+            )
         self.inner = inner
         self.kind = inner.kind  # type: ignore[misc]  # the class variable of whatever is inside
         self.page_size = inner.page_size
@@ -305,12 +316,13 @@ class HostCache(KVAllocator):
         return evicted
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> Fork | None:
-        """As `SupportsFork.fork`. ValueError when the design has no fork."""
+        """As `SupportsFork.fork`; what it evicts is lost, since its copies are carried out at once. ValueError when the
+        design has no fork."""
         if not hasattr(self.inner, "fork"):
             raise ValueError(f"allocator {self.kind!r} has no fork")
         made: Fork | None = self.inner.fork(parent, child, *([] if num_tokens is None else [num_tokens]))
         if made is not None:
-            self._evicted(made.evicted)
+            self._taken(made.evicted)
             self._taken(copy.dst for copy in made.copies)
             if made.commit is not None:
                 self._taken(made.commit.freed)

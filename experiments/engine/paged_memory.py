@@ -61,8 +61,8 @@ class PagedMemory:
     """Pool and page table of one engine; `allocator` is what its scheduler has to use, so that rows keep up.
 
     A plan's copies are carried out by `begin`, in order: pages to the host, copies on the device (runs that moved,
-    shared pages that are written), pages from the host. Runs of requests admitted in this very step move last,
-    behind their return from the host. A fork, which comes between two steps, copies at once.
+    shared pages that are written, pages in which a hit ends), pages from the host. Runs of requests admitted in this
+    very step move last, behind their return from the host. A fork, which comes between two steps, copies at once.
     """
 
     def __init__(self, allocator: KVAllocator, shape: KVShape, limits: SchedulerConfig, options: MemoryOptions) -> None:
@@ -146,7 +146,10 @@ class PagedMemory:
         return Step(self.backend, batch)
 
     def _carry_out(self, plan: StepPlan) -> None:
-        admitted = {request.id for request in plan.admitted}
+        # A run is loaded where it was admitted and moves from there; a page that a hit ends in is copied, and what
+        # comes from the host goes over the copy.
+        last = self.allocator.kind == "contiguous"
+        admitted = {request.id for request in plan.admitted} if last else set()
         moves, self._moves = self._moves, []
         late = [move for seq, each in moves if seq.request_id in admitted for move in each]
         early = [move for seq, each in moves if seq.request_id not in admitted for move in each]
