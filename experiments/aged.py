@@ -149,10 +149,11 @@ def _snapshot(simulation: Simulation, aged: Aged, turnovers: float) -> dict[str,
 
 def layout_of(allocator: KVAllocator, live: Iterable[Sequence]) -> dict[str, NDArray[np.int32]]:
     """Slots in position order, int32 [num_computed_tokens], of sequences that hold pages. O(tokens)."""
-    size, found = allocator.page_size, {}
+    size = allocator.page_size
+    found: dict[str, NDArray[np.int32]] = {}
     for seq in live:
         pages = np.frombuffer(allocator.page_ids(seq), np.int32)
-        slots = (pages[:, None] * np.int32(size) + np.arange(size, dtype=np.int32)).reshape(-1)
+        slots = (pages[:, None] * np.int32(size) + np.arange(size, dtype=np.int32)).reshape(-1).astype(np.int32)
         if seq.num_computed_tokens:
             found[seq.request_id] = slots[: seq.num_computed_tokens]
     return found
@@ -260,10 +261,10 @@ def aged_table(churn: pd.DataFrame) -> Table:
         table.add_column(name, justify="left" if name == "allocator" else "right")
     table.add_column("next slot follows", justify="right")
     for name, rows in churn.groupby("allocator", sort=False):
-        for row in rows.iloc[[0, -1]].itertuples():
-            numbers = (f"{row.turnovers:.1f}", f"{row.hours:.2f}", f"{row.live:.0f}", f"{row.tokens:,.0f}")
-            runs = (f"{row.tokens_a_run:.1f}", f"{row.token_run_p50:.0f}", f"{100 * row.next_slot_share:.1f} %")
-            table.add_row(str(name), *numbers, *runs)
+        for row in rows.iloc[[0, -1]].to_dict("records"):
+            cells = [f"{row['turnovers']:.1f}", f"{row['hours']:.2f}", f"{row['live']:.0f}", f"{row['tokens']:,.0f}"]
+            cells += [f"{row['tokens_a_run']:.1f}", f"{row['token_run_p50']:.0f}"]
+            table.add_row(str(name), *cells, f"{100 * row['next_slot_share']:.1f} %")
     return table
 
 

@@ -1,4 +1,4 @@
-"""The commands that look inside a design: aged pools. Each imports what it needs when it runs."""
+"""The commands that look inside a design: aged pools, timelines. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ kvarena aged\n
 kvarena aged --figure aged.pdf\n
 kvarena aged --hours 2 --out out/layouts"""
 
+TIMELINE_EXAMPLES = """Examples:\n
+kvarena timeline out/chat --out chat.json\n
+kvarena timeline out/chat --allocator sglang --figure pool.png"""
+
 
 def add_insight_commands(app: typer.Typer) -> None:
     """Mount the commands of this module."""
     app.command(epilog=AGED_EXAMPLES)(aged)
+    app.command(epilog=TIMELINE_EXAMPLES)(timeline)
 
 
 def aged(
@@ -49,6 +54,43 @@ def aged(
     _print(of.aged_table(table))
 
 
+def timeline(
+    result: Annotated[Path, typer.Argument(metavar="RESULT", help="Folder of a finished comparison or engine run.")],
+    allocator: Annotated[str | None, typer.Option(help="Which one; default: the first.")] = None,
+    pool: Annotated[str | None, typer.Option(help="Pool size; default: the result's reference pool.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Which seed; default: the first.", min=0)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON for ui.perfetto.dev: requests, steps, pool, evictions. .gz packs it.")
+    ] = None,
+    figure: Annotated[Path | None, typer.Option(help="Pages over time, coloured by state: .png, .pdf or .svg.")] = None,
+) -> None:
+    """Replay one cell of a result and show it step by step: a trace for Perfetto, and a map of the pool."""
+    from kvarena.experiments.budget import parse_bytes
+    from kvarena.experiments.pool_map import draw_pool_map
+    from kvarena.experiments.timeline import summary_lines
+    from kvarena.experiments.timeline import timeline as of
+    from kvarena.experiments.timeline_export import write_trace_events
+
+    if out is not None and out.suffixes[-1:] not in ([".json"], [".gz"]):
+        raise ValueError(f"--out: expected a file .json or .json.gz, found {out}")
+    if figure is not None:
+        _check_kind(figure)
+    size = None if pool is None else parse_bytes(f"{pool} B" if pool.isdigit() else pool)
+    made = of(result, allocator=allocator, pool=size, seed=seed)
+    if out is not None:
+        print(f"{write_trace_events(made, out):,} events in {out}; open it at ui.perfetto.dev", file=sys.stderr)
+    if figure is not None:
+        save_one(draw_pool_map(made), figure)
+    print("\n".join(summary_lines(made)))
+
+
+def _check_kind(path: Path) -> None:
+    from kvarena.experiments.style import FORMATS
+
+    if path.suffix.removeprefix(".") not in FORMATS:
+        raise ValueError(f"--figure: expected a file {', '.join('.' + name for name in FORMATS)}, found {path}")
+
+
 def _draw(path: Path, table: Any, layouts: Any) -> None:
     from kvarena.experiments.aged_plots import draw_aged
 
@@ -58,12 +100,13 @@ def _draw(path: Path, table: Any, layouts: Any) -> None:
 def save_one(figure: Any, path: Path) -> None:
     """Write one figure and close it. Raises ValueError for another kind of file."""
     import matplotlib.pyplot as plt
-    from kvarena.experiments.style import FORMATS, save_figure
+    from kvarena.experiments.style import save_figure
 
-    kind = path.suffix.removeprefix(".")
-    if kind not in FORMATS:
-        raise ValueError(f"--figure: expected a file {', '.join('.' + name for name in FORMATS)}, found {path}")
-    save_figure(figure, path.with_suffix(""), (kind,))
+    _check_kind(path)
+    try:
+        save_figure(figure, path.with_suffix(""), (path.suffix.removeprefix("."),))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
     plt.close(figure)
 
 

@@ -171,6 +171,10 @@ class Replay:
         live = self._live.get(request_id)
         return None if live is None else self.allocator.page_ids(live.seq)
 
+    def live_sequences(self) -> list[tuple[str, Sequence]]:
+        """Live requests and their sequences, the oldest first."""
+        return [(name, live.seq) for name, live in self._live.items()]
+
     # --- way ---
 
     def _make_way(self, request: Request) -> None:

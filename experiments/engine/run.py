@@ -88,6 +88,24 @@ def _compare_config(config: RunConfig, outputs: str) -> Config:
     )
 
 
+def simulation_again(
+    resolved: dict[str, Any], name: str, pool_bytes: int, seed: int
+) -> tuple[Simulation, AllocatorEntry]:
+    """One cell of a finished run, ready to run again. `resolved` is the config of its result.
+
+    Raises ValueError naming the field for what cannot be run, a trace that was in memory among them.
+    """
+    table = next(entry for entry in resolved["allocators"] if entry["name"] == name)
+    data = {key: value for key, value in resolved.items() if key not in ("allocators", "preset")}
+    config = RunConfig(**data, allocator=table)
+    entry, gpu = config.entry(), load_gpu_times(None if (path := config.engine.step_times) is None else Path(path))
+    _, workloads = _load(config, None)
+    workload = next(one for one in workloads if one.seed == seed)
+    cell = RunCell(workload, pool_bytes, _budget(config, entry, workload, pool_bytes))
+    allocator = MeteredAllocator(entry.build(cell.budget.num_pages))
+    return _simulation(config, entry, cell, allocator, gpu), entry
+
+
 def _budget(config: RunConfig, entry: AllocatorEntry, workload: Workload, size: int) -> Budget:
     tables = Tables(config.engine.max_num_seqs, config.engine.max_model_len)
     return fit_pool(size, entry.kind, entry.page_size, config.pool.shape, tables, tokens_per_id=workload.tokens_per_id)
@@ -216,6 +234,8 @@ def summarise(
         "output_tokens": record.output_tokens,
         "preemptions": record.preemptions,
         "recomputed_tokens": sum(row.recomputed_tokens for row in rows),
+        "host_hit_tokens": (from_host := sum(row.host_hit_tokens for row in rows if row.admitted)),
+        "host_token_hit_rate": metrics.ratio(from_host, whole.prompt_tokens),
         "swapped_tokens": sum(row.swapped_tokens for row in rows),
         "swapped_out_bytes": record.swapped_out_pages * size * token_bytes,
         "swapped_in_bytes": record.swapped_in_pages * size * token_bytes,

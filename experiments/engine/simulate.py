@@ -29,6 +29,7 @@ class RequestRow:
     """What became of one request. Times are seconds on the engine's clock; None where there is no such moment.
 
     hit_tokens          of its first admission; `readmitted_hit_tokens` of those after preemptions
+    host_hit_tokens     of its first admission, found in the host's prefix cache beyond those on the device
     recomputed_tokens   computed again after preemptions; `swapped_tokens` came back from the host instead
     declared_max_tokens what the scheduler was told, before any cut
     last_token_s        before `end_s` where the engine ended it later than its last token came (out of pool)
@@ -48,6 +49,7 @@ class RequestRow:
     hit_tokens: int
     readmissions: int
     readmitted_hit_tokens: int
+    host_hit_tokens: int
     output_tokens: int
     cut_output_tokens: int
     preemptions: int
@@ -194,6 +196,7 @@ class Simulation:
         self._unnamed = UnnamedOutputs()
         self._evicted_before = 0
         self._preempted = 0
+        self.after_step: Callable[[StepRecord, float], None] | None = None  # for whoever wants to look
 
     def run(self, tick: Callable[[], None] | None = None) -> Record:
         """Until every request has ended; `tick` is called once for each."""
@@ -209,6 +212,8 @@ class Simulation:
             host, gpu = self.clock.step(record.plan)
             yield from self._results(record)
             self._note_step(record, host, gpu)
+            if self.after_step is not None:
+                self.after_step(record, self.clock.now_s)
         self.record.requests.sort(key=lambda row: row.index)
         self.record.duration_s = self.clock.now_s
         self.record.gpu_s, self.record.host_s = self.clock.gpu_s, self.clock.host_s
@@ -293,6 +298,7 @@ class Simulation:
             hit_tokens=request.hits[0] if request.hits else 0,
             readmissions=max(len(request.hits) - 1, 0),
             readmitted_hit_tokens=sum(request.hits[1:]),
+            host_hit_tokens=request.host_hits[0] if request.host_hits else 0,
             output_tokens=generated,
             cut_output_tokens=max(cut, 0),
             preemptions=request.num_preemptions,
@@ -333,6 +339,8 @@ class Simulation:
         self.allocator.check()
         if self.scheduler.host is not None:
             self.scheduler.host.check()
+        if self.scheduler.cache is not None:
+            self.scheduler.cache.check()
 
     def _step_row(self, plan: StepPlan, tokens: int, host: float, gpu: float) -> StepRow:
         capacity, size = self.allocator.capacity(), self.allocator.page_size
