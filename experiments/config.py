@@ -63,6 +63,14 @@ class WorkloadConfig(_Section):
             raise ValueError("a seed is named twice")
         return seeds
 
+    @field_validator("options")
+    @classmethod
+    def _names_no_code(cls, options: dict[str, Any]) -> dict[str, Any]:
+        # A config may come from anybody, and in a result folder too: loading it must not import what it names.
+        if "tokenizer" in options:
+            raise ValueError("tokenizer: a config names no code; convert the trace first (kvarena trace convert)")
+        return options
+
 
 class PoolConfig(_Section):
     """How much memory, the same for every allocator.

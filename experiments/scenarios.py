@@ -7,10 +7,9 @@ were recorded, so that the two can be compared line by line.
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from kvarena.allocators.config import make_allocator
 from kvarena.allocators.interface import EventKind, Gate, KVAllocator, Pin, Release, Sequence
 
 SCENARIO_FORMAT = "kv-scenario/1"
+MAX_SIZE = 2**23  # of a scenario's pool, in slots: an 8B model's KV would fill a TiB. A header asks for memory.
 RETRACT_DECODE_STEPS = 20  # SGLang evicts this many tokens for each request left after a preemption
 _PEERS = {"block": "vllm 0.32.0", "token": "sglang 0.5.22"}
 
@@ -39,34 +39,53 @@ class Scenario:
 
 def read_scenario(path: Path) -> Scenario:
     """Read a scenario (.jsonl or .jsonl.gz). Raises ValueError naming file and line."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    rows: list[tuple[int, dict[str, Any]]] = []
-    try:
-        with opener(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    rows.append((number, _parse(path, number, line)))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read as a scenario ({error})") from None
+    rows = scenario_rows(path)
     if not rows:
         raise ValueError(f"{path}: empty; expected a header line with format {SCENARIO_FORMAT!r}")
     header = rows[0][1]
     if header.get("format") != SCENARIO_FORMAT:
-        raise ValueError(f"{path}:1: format: expected {SCENARIO_FORMAT!r}, found {header.get('format')!r}")
-    for name in ("num_slots", "page_size"):
-        if not isinstance(header.get(name), int) or isinstance(header[name], bool) or header[name] < 1:
-            raise ValueError(f"{path}:1: {name}: expected a positive integer, found {header.get(name)!r}")
+        raise ValueError(f"{path}:1: format: expected {SCENARIO_FORMAT!r}, found {str(header.get('format'))[:60]!r}")
+    check_sizes(header, ("num_slots", "page_size"), f"{path}:1")
     return Scenario(path, header, rows[1:])
 
 
-def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{number}: not JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{path}:{number}: expected an object, found {type(row).__name__}")
-    return row
+def scenario_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """(line number, object) of each line that is not blank. Raises ValueError with file and line, as trace files do."""
+    from kvarena.experiments.traces.lines import TextFile
+    from kvarena.experiments.traces.rows import parse_object
+
+    return [(number, parse_object(text, f"{path}:{number}")) for number, text in TextFile(path).lines()]
+
+
+def check_sizes(header: dict[str, Any], names: Iterable[str], where: str) -> None:
+    """Raise ValueError unless the header's sizes are whole numbers from 1 to MAX_SIZE."""
+    for name in names:
+        value = header.get(name)
+        if type(value) is not int or not 1 <= value <= MAX_SIZE:
+            raise ValueError(f"{where}: {name}: expected a whole number from 1 to {MAX_SIZE}, found {str(value)[:60]}")
+
+
+_WHOLE = ("a whole number", lambda value: type(value) is int and -(2**31) <= value < 2**31)
+_FIELDS: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
+    "arrive": {"id": ("text", lambda value: isinstance(value, str)), "tokens": ("a list", lambda v: type(v) is list)},
+    "decode": {"id": ("text", lambda value: isinstance(value, str)), "token": _WHOLE},
+    "finish": {"id": ("text", lambda value: isinstance(value, str))},
+    "preempt": {"id": ("text", lambda value: isinstance(value, str))},
+    "reset": {},
+}
+
+
+def check_op(op: dict[str, Any]) -> None:
+    """Raise ValueError naming the field of an op that is missing or of another type."""
+    verb = op.get("op")
+    if not isinstance(verb, str) or verb not in _FIELDS:
+        raise ValueError(f"op: expected {', '.join(_FIELDS)}, found {str(verb)[:60]!r}")
+    for name, (expected, fits) in _FIELDS[verb].items():
+        if not fits(op.get(name)):
+            raise ValueError(f"{verb}: {name}: expected {expected}, found {str(op.get(name))[:60]!r}")
+    chunk = op.get("chunk")
+    if chunk is not None and (type(chunk) is not int or chunk < 1):
+        raise ValueError(f"{verb}: chunk: expected a whole number of at least 1, found {str(chunk)[:60]!r}")
 
 
 class ScenarioRunner:
@@ -94,6 +113,8 @@ class ScenarioRunner:
         size = page_size or header["page_size"]
         spec: dict[str, Any] = {"kind": kind, "page_size": size, **overrides}
         spec["prefix_cache"] = header.get("enable_prefix_cache", True)
+        if not isinstance(spec["prefix_cache"], bool):
+            raise ValueError(f"enable_prefix_cache: expected true or false, found {str(spec['prefix_cache'])[:60]!r}")
         if header.get("sliding_window") is not None:
             spec["sliding_window"] = header["sliding_window"]
             spec["retention_interval"] = header.get("retention_interval")
@@ -203,27 +224,52 @@ class ScenarioRunner:
 def sequence_of(op: dict[str, Any]) -> Sequence:
     """The sequence that an `arrive` op describes, with its namespace and extra keys."""
     key = op.get("key", {})
+    if not isinstance(key, dict):
+        raise ValueError(f"arrive {op['id']!r}: key: expected an object with lora, salt or mm, found {str(key)[:60]!r}")
     unknown = set(key) - {"lora", "salt", "mm"}
     if unknown:
         raise ValueError(f"arrive {op['id']!r}: key: expected lora, salt or mm, found {sorted(unknown)}")
     namespace = tuple((name, _frozen(key[name])) for name in ("lora", "salt") if name in key) or None
-    items = [(offset, length, content) for offset, length, content in key.get("mm", ())]
+    listed = key.get("mm", [])
+    if not isinstance(listed, list):
+        raise ValueError(f"arrive {op['id']!r}: key.mm: expected a list, found {str(listed)[:60]!r}")
+    items = [_item(op, item) for item in listed]
     return Sequence(op["id"], op["tokens"], namespace=namespace, extra_keys=items)
 
 
+def _item(op: dict[str, Any], item: Any) -> tuple[int, int, Any]:
+    """An image's place, which lies in the prompt, and its content."""
+    if isinstance(item, list) and len(item) == 3 and all(type(part) is int for part in item[:2]):
+        offset, length, content = item
+        if offset >= 0 and length >= 1 and offset + length <= len(op["tokens"]) and isinstance(content, str | int):
+            return offset, length, content
+    raise ValueError(
+        f"arrive {op['id']!r}: key.mm: expected [offset, length, id] inside the prompt, found {str(item)[:60]!r}"
+    )
+
+
 def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    """As a namespace has to be: hashable, all the way down."""
+    if isinstance(value, list):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((name, _frozen(part)) for name, part in value.items())
+    return value
 
 
 def run_scenario(scenario: Scenario, kind: str, *, check: bool = False, **options: Any) -> Iterator[dict[str, Any]]:
     """Yield the decision log of a scenario, header line first. `check` verifies the allocator after every op."""
-    runner = ScenarioRunner.for_scenario(scenario.header, kind, **options)
+    try:
+        runner = ScenarioRunner.for_scenario(scenario.header, kind, **options)
+    except ValueError as error:
+        raise ValueError(f"{scenario.path}:1: {error}") from None
     size = runner.allocator.page_size
     yield {**scenario.header, "page_size": size, "peer": f"kvarena {kind} ({_PEERS.get(kind, 'own')} rules)"}
     for index, (number, op) in enumerate(scenario.ops, 1):
         try:
+            check_op(op)
             line = runner.decide(op)
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise ValueError(f"{scenario.path}:{number}: {error}") from None
         if check:
             runner.allocator.check()

@@ -6,7 +6,6 @@ arrives. The log has one line a step, in the format in which the upstreams' own 
 
 from __future__ import annotations
 
-import gzip
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ from kvarena.experiments.engine.executors import HiddenOutputs, ScriptedExecutor
 from kvarena.experiments.engine.policy_sglang import SglangScheduler
 from kvarena.experiments.engine.request import End, EngineRequest, make_request
 from kvarena.experiments.engine.scheduler import SchedulerConfig
-from kvarena.experiments.scenarios import scenario_files, write_log
+from kvarena.experiments.scenarios import check_sizes, scenario_files, scenario_rows, write_log
 
 SCHED_FORMAT = "kv-sched/1"
 OWN_ALLOCATOR = {"vllm": "block", "sglang": "token"}
@@ -54,14 +53,14 @@ class SchedScenario:
 
 def read_sched_scenario(path: Path) -> SchedScenario:
     """Read a scheduler scenario (.jsonl or .jsonl.gz). Raises ValueError naming file, line and field."""
-    rows = _rows(path)
+    rows = scenario_rows(path)
     if not rows:
         raise ValueError(f"{path}: empty; expected a header line with format {SCHED_FORMAT!r}")
     header = rows[0][1]
     if header.get("format") != SCHED_FORMAT:
         raise ValueError(f"{path}:1: format: expected {SCHED_FORMAT!r}, found {header.get('format')!r}")
-    for name in ("num_slots", "page_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs"):
-        _integer(header, name, f"{path}:1", 1)
+    sizes = ("num_slots", "page_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs")
+    check_sizes(header, sizes, f"{path}:1")
     arrivals: list[Arrival] = []
     seen: set[str] = set()
     for number, row in rows[1:]:
@@ -73,29 +72,6 @@ def read_sched_scenario(path: Path) -> SchedScenario:
             raise ValueError(f"{path}:{number}: step: {arrival.step} comes after step {arrivals[-1].step}")
         arrivals.append(arrival)
     return SchedScenario(path, header, arrivals)
-
-
-def _rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    rows = []
-    try:
-        with opener(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    rows.append((number, _object(line, f"{path}:{number}")))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read as a scenario ({error})") from None
-    return rows
-
-
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected an object, found {type(row).__name__}")
-    return row
 
 
 def _integer(row: dict[str, Any], name: str, where: str, least: int) -> int:

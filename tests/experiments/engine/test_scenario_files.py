@@ -40,7 +40,7 @@ def write(path: Path, *rows: Any) -> Path:
         ([{**HEADER, "num_slots": 0}], 1, "num_slots"),
         ([{**HEADER, "max_num_seqs": 2.5}], 1, "max_num_seqs"),
         ([{**HEADER, "page_size": True}], 1, "page_size"),
-        ([HEADER, "{"], 2, "not JSON"),
+        ([HEADER, "{"], 2, "expected JSON"),
         ([HEADER, "[1]"], 2, "object"),
         ([HEADER, {**ROW, "step": -1}], 2, "step"),
         ([HEADER, {**ROW, "tokens": []}], 2, "tokens"),

@@ -1,0 +1,232 @@
+"""Every reader of the package with a small right input: what hostile-file tests and the fuzzer go through.
+
+A reader takes a folder with its file and reads all of it. It may give anything, or raise a ValueError that names the
+file; any other exception is a fault.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.traces import mooncake_row
+
+MAX_REPLAYED = 2000  # scenario lines that are carried out after reading; more only takes time
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One reader. `files` are names and right contents, the first one is what gets damaged."""
+
+    name: str
+    files: dict[str, bytes]
+    read: Callable[[Path], Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)  # of a reader of JSON lines
+
+    @property
+    def main(self) -> str:
+        return next(iter(self.files))
+
+    def outcome(self, folder: Path, content: bytes) -> Any:
+        """What reading `content` gives, or the error's text. Raises AssertionError for an error without its file,
+        and whatever else the reader raised."""
+        for name, right in self.files.items():
+            (folder / name).write_bytes(right)
+        (folder / self.main).write_bytes(content)
+        try:
+            return self.read(folder / self.main)
+        except ValueError as error:
+            text = str(error)
+            if self.main not in text and folder.name not in text:
+                raise AssertionError(f"{self.name}: the error does not name the file: {text[:300]}") from error
+            if "Traceback" in text:
+                raise AssertionError(f"{self.name}: a traceback for a message: {text[:300]}") from error
+            return text
+
+
+def _trace(format: str | None = None, **options: Any) -> Callable[[Path], Any]:
+    def read(path: Path) -> Any:
+        from kvarena.experiments.traces import load_trace
+
+        trace = load_trace(path, format, **options)
+        rows = [(r.request_id, r.arrival_s, r.num_prompt_tokens, r.num_output_tokens) for r in trace]
+        return rows, trace.warnings
+
+    return read
+
+
+def tokenizer(text: str) -> list[int]:
+    """Bytes as token ids."""
+    return list(text.encode("utf-8", "replace"))[:64] or [0]
+
+
+def _scenario(path: Path) -> Any:
+    from kvarena.experiments.scenarios import read_scenario, run_scenario
+
+    scenario = read_scenario(path)
+    scenario.ops[:] = scenario.ops[:MAX_REPLAYED]
+    return [list(run_scenario(scenario, kind, check=False)) for kind in ("block", "token")]
+
+
+def _sched(path: Path) -> Any:
+    from kvarena.experiments.engine.scenario import read_sched_scenario
+
+    return read_sched_scenario(path)
+
+
+def _compare_config(path: Path) -> Any:
+    from kvarena.experiments.config import load_config
+
+    return load_config(path).resolved()
+
+
+def _run_config(path: Path) -> Any:
+    from kvarena.experiments.engine.run_config import load_run_config
+
+    return load_run_config(path).resolved()
+
+
+def _sweep_config(path: Path) -> Any:
+    from kvarena.experiments.sweep_plan import load_sweep
+
+    return [cell.key for cell in load_sweep(path)]
+
+
+def _step_times(path: Path) -> Any:
+    from kvarena.experiments.engine.step_time import load_gpu_times
+
+    return load_gpu_times(path)
+
+
+def lines(*rows: Any) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+ROWS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "mooncake": ([mooncake_row(5, 600, [7, 8], session_id="a"), mooncake_row(9, 4, [7])], {}),
+    "bailian": (
+        [
+            {"chat_id": 7, "parent_chat_id": -1, "turn": 1, "type": "text", **mooncake_row(0.5, 36, [1, 2, 3])},
+            {"chat_id": 8, "parent_chat_id": 7, "turn": 2, "type": "text", **mooncake_row(9, 40, [1, 2, 4])},
+        ],
+        {},
+    ),
+    "hashes": ([mooncake_row(0.5, 20, [1, 2], output_hash_ids=[3]) | {"output_length": 12}], {}),
+    "tokens": ([{"token_ids": [1, 2], "output_ids": [3], "arrival_s": 0.25}, {"token_ids": [1], "arrival_s": 1}], {}),
+    "llmservingsim": ([{"arrival_time_ns": 5, "sub_requests": [{"input_toks": 3, "output_toks": 1}] * 2}], {}),
+    "weka": (
+        [
+            {
+                "id": "a",
+                "block_size": 64,
+                "requests": [
+                    {"t": 0, "type": "n", "in": 70, "out": 1, "hash_ids": [1]},
+                    {
+                        "t": 1,
+                        "type": "subagent",
+                        "agent_id": "b",
+                        "requests": [{"t": 0, "in": 9, "out": 1, "hash_ids": []}],
+                    },
+                ],
+            }
+        ],
+        {},
+    ),
+    "openai": (
+        [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}], "id": "a"}],
+        {"tokenizer": tokenizer},
+    ),
+    "sharegpt": (
+        [{"id": "a", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}],
+        {"tokenizer": tokenizer},
+    ),
+}
+CSV = {
+    "azure": b"TIMESTAMP,ContextTokens,GeneratedTokens\n2025-03-01 10:00:00.5,10,2\n2025-03-01 10:00:01.1234567,11,3\n",
+    "burstgpt": b"Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n3,GPT-4,4,8,12,API log\n",
+    "vidur": b"arrived_at,num_prefill_tokens,num_decode_tokens\n0.5,10,3\n1.25,7,1\n",
+}
+RAGPULSE = {
+    "0_trace.jsonl": [
+        {
+            "timestamp": "7",
+            "input_length": 9,
+            "output_length": 1,
+            "hash_ids": {"sys_prompt": [1], "passages_ids": [2], "history": [], "web_search": [], "user_input": []},
+            "session_id": "s",
+        }
+    ],
+    "1_sys_prompt.jsonl": [{"sys_prompt_id": 1, "token_length": 4}],
+    "2_passages.jsonl": [{"passage_id": 2, "token_length": 3}],
+    "3_history.jsonl": [],
+    "4_user_input.jsonl": [],
+    "5_web_search.jsonl": [],
+}
+SCENARIO = [
+    {"format": "kv-scenario/1", "name": "s", "num_slots": 16, "page_size": 4, "max_model_len": 64,
+     "enable_prefix_cache": True},
+    {"op": "arrive", "id": "a", "tokens": [1, 2, 3, 4, 5], "key": {"salt": "x", "mm": [[1, 2, "i"]]}, "chunk": 4},
+    {"op": "decode", "id": "a", "token": 6},
+    {"op": "preempt", "id": "a"},
+    {"op": "arrive", "id": "a", "tokens": [1, 2, 3, 4, 5]},
+    {"op": "finish", "id": "a"},
+    {"op": "reset"},
+]  # fmt: skip
+SCHED = [
+    {"format": "kv-sched/1", "name": "s", "num_slots": 64, "page_size": 4, "max_model_len": 64,
+     "max_num_batched_tokens": 32, "max_num_seqs": 4},
+    {"step": 0, "id": "a", "tokens": [1, 2, 3], "max_tokens": 2, "output": [8, 9]},
+    {"step": 1, "id": "b", "tokens": [1, 2, 4], "max_tokens": 1, "output": [8]},
+]  # fmt: skip
+COMPARE = b"""schema_version = 1
+[workload]
+trace = "chat"
+options = { num_sessions = 4 }
+seeds = 2
+[pool]
+pool = ["1 GiB", "10 %"]
+model = "llama-3-8b"
+[engine]
+live = 4
+outputs = "replay"
+[[allocators]]
+kind = "block"
+page_size = 16
+[[allocators]]
+name = "sglang"
+"""
+RUN = b"""schema_version = 1
+preset = "vllm-0.32.0"
+[workload]
+trace = "chat"
+[pool]
+pool = "8 GiB"
+[engine]
+max_num_seqs = 16
+speed = 8.0
+ttft_ms = 500.0
+[allocator]
+kind = "block"
+page_size = 16
+"""
+SWEEP = COMPARE + b'[sweep]\nlive = [1, 2]\n"allocators.0.page_size" = [1, 16]\n'
+
+
+def readers() -> dict[str, Reader]:
+    """All readers by name."""
+    found = [
+        Reader(name, {"t.jsonl": lines(*rows)}, _trace(None, **options), rows) for name, (rows, options) in ROWS.items()
+    ]
+    found += [Reader(name, {"t.csv": data}, _trace()) for name, data in CSV.items()]
+    parts = {name: lines(*rows) for name, rows in RAGPULSE.items()}
+    found.append(Reader("ragpulse", parts, _trace("ragpulse"), RAGPULSE["0_trace.jsonl"]))
+    found.append(Reader("weka document", {"t.json": json.dumps(ROWS["weka"][0][0]).encode()}, _trace()))
+    found.append(Reader("scenario", {"s.jsonl": lines(*SCENARIO)}, _scenario, SCENARIO))
+    found.append(Reader("sched scenario", {"s.jsonl": lines(*SCHED)}, _sched, SCHED))
+    configs = {"compare config": (COMPARE, _compare_config), "run config": (RUN, _run_config)}
+    configs["sweep config"] = (SWEEP, _sweep_config)
+    found += [Reader(name, {"c.toml": data}, read) for name, (data, read) in configs.items()]
+    return {reader.name: reader for reader in found}
