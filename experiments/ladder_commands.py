@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from kvarena.experiments.ladder import Ladder
 
 LADDER_EXAMPLES = """Examples:\n
 kvarena ladder chat --set num_sessions=20 --out out/ladder\n
@@ -18,9 +15,15 @@ kvarena ladder my-run.toml --rung result_lag=0:1 --rung order=fcfs:lpm --out out
 kvarena ladder --show out/ladder"""
 
 
+ABLATION_EXAMPLES = """Examples:\n
+kvarena ablations chat --set live=8 --set outputs=replay --out out/ablations\n
+kvarena ablations my.toml --pool '10 %' --pool '40 %' --out out/ablations"""
+
+
 def add_ladder_command(app: typer.Typer) -> None:
-    """Mount the command."""
+    """Mount both commands."""
     app.command(epilog=LADDER_EXAMPLES)(ladder)
+    app.command(epilog=ABLATION_EXAMPLES)(ablations)
 
 
 def ladder(
@@ -75,6 +78,31 @@ def ladder(
     _print(made)
 
 
+def ablations(
+    what: Annotated[str, typer.Argument(metavar="TRACE|CONFIG.toml", help="A trace, or a config of compare.")],
+    out: Annotated[Path, typer.Option(help="Folder for tables and figure.")],
+    pool: Annotated[list[str] | None, typer.Option(help="Pool size; repeatable. Default 10 %, 30 % and 100 %.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any config field; repeatable.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
+) -> None:
+    """With and without the rules for which reasons are usually given: what they do to hits, tables and time."""
+    from kvarena.experiments.ladder import read_base
+    from kvarena.experiments.ladder_ablations import ablations as run_ablations
+    from kvarena.experiments.ladder_tables import ablation_tables
+
+    base, _ = read_base(what)
+    chosen = {"pool": {"pool": ["10 %", "30 %", "100 %"]}, **base}
+    if pool:
+        chosen["pool"] = {**chosen["pool"], "pool": pool}
+    tick = None if quiet else lambda text: print(text, file=sys.stderr, flush=True)
+    made = run_ablations(chosen, out, sets=set_ or [], tick=tick)
+    print(f"ablations in {out}", file=sys.stderr)
+    for table in ablation_tables(made):
+        _print(table)
+
+
 def _given(**flags: Any) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in flags.items() if value is not None]
 
@@ -96,7 +124,7 @@ def _ends_of(text: str) -> tuple[str, tuple[Any, Any]]:
     return name, (toml_value(low), toml_value(high))
 
 
-def _print(made: Ladder) -> None:
+def _print(made: Any) -> None:
     from rich.console import Console
 
     console = Console()

@@ -11,6 +11,7 @@ from kvarena.experiments.ladder import METRICS, Ladder
 from kvarena.experiments.style import STYLE, add_footer, printable, save_figure
 
 if TYPE_CHECKING:
+    from kvarena.experiments.ladder_ablations import Ablations
     from matplotlib.axes import Axes
 
 UP, DOWN, END = "#0072B2", "#E69F00", "#444444"
@@ -162,3 +163,97 @@ def put_footer(figure: Any, text: str) -> None:
     figure.get_layout_engine().set(rect=(0, share, 1, 1 - share))
     shown = "\n".join(printable(line).replace("$", r"\$") for line in lines)
     figure.text(0.008, 0.005, shown, fontsize=5.5, color="#777777", ha="left", va="bottom")
+
+
+# --- ablations ---
+
+BARS = {
+    "block": ("#0072B2", ""),
+    "unhashed to the tail": ("#E69F00", "////"),
+    "released forwards": ("#CC79A7", "...."),
+    "block, merged": ("#7FB8D8", "xxxx"),
+    "token": ("#D55E00", ""),
+    "token, kept": ("#EAA26F", "xxxx"),
+}
+QUEUES = {"linked list": ("#0072B2", "o"), "deque": ("#D55E00", "s")}
+
+
+def plot_ablation_hits(made: Ablations, ax: Axes | None = None) -> Axes:
+    """Token hit rate of the block design with and without its two queue rules, at each pool."""
+    ax = _axes((5, 3)) if ax is None else ax
+    names = ("block", "unhashed to the tail", "released forwards")
+    _bars(ax, made, names, "token_hit_rate", 100.0)
+    ax.set_ylabel("token hit rate (%)")
+    return ax
+
+
+def plot_ablation_tables(made: Ablations, ax: Axes | None = None) -> Axes:
+    """Table bytes rewritten a step, append-only tables against merged ones; a missing bar is 0."""
+    ax = _axes((5, 3)) if ax is None else ax
+    names = ("block", "block, merged", "token, kept", "token")
+    table = made.table.assign(rewritten=made.table["table_bytes_rewritten"] / made.table["steps"])
+    _bars(ax, made, names, "rewritten", 1.0, table)
+    ax.set_ylabel("table bytes rewritten a step")
+    return ax
+
+
+def plot_ablation_duplicates(made: Ablations, ax: Axes | None = None) -> Axes:
+    """Bytes in pages that repeat another one, mean over steps; a missing bar is 0."""
+    ax = _axes((5, 3)) if ax is None else ax
+    _bars(ax, made, ("block", "block, merged", "token, kept", "token"), "duplicate_bytes", 2.0**-20)
+    ax.set_ylabel("duplicates (MiB, mean)")
+    return ax
+
+
+def plot_removal(made: Ablations, ax: Axes | None = None) -> Axes:
+    """Measured cost of one page leaving the middle of a queue, by the queue's length."""
+    ax = _axes((4, 3)) if ax is None else ax
+    for name, (colour, marker) in QUEUES.items():
+        rows = made.removal[made.removal["queue"] == name]
+        ax.plot(rows["length"], rows["ns_a_page"], color=colour, marker=marker, linestyle="none", label=name)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlabel("pages in the queue")
+    ax.set_ylabel("ns a page removed")
+    ax.legend(loc="upper left")
+    return ax
+
+
+def _bars(ax: Axes, made: Ablations, names: tuple[str, ...], column: str, scale: float, table: Any = None) -> None:
+    means = (made.table if table is None else table).groupby(["pool_bytes", "design"])[column].mean()
+    pools = made.manifest["pools"]
+    if not any(means[pool, name] for pool in pools for name in names):
+        ax.set_ylim(0, 1)
+        ax.set_yticks([0])
+        ax.text(0.5, 0.5, "none in this workload", transform=ax.transAxes, ha="center", va="center", color="#777777")
+    width = 0.8 / len(names)
+    for turn, name in enumerate(names):
+        colour, hatch = BARS[name]
+        heights = [scale * float(means[pool, name]) for pool in pools]
+        places = [place + (turn - (len(names) - 1) / 2) * width for place in range(len(pools))]
+        ax.bar(places, heights, width * 0.92, color=colour, hatch=hatch, edgecolor="white", linewidth=0, label=name)
+    ax.set_xticks(range(len(pools)), [format_bytes(pool) for pool in pools])
+    ax.set_xlabel("pool")
+    ax.grid(axis="x", visible=False)
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, fontsize=7, borderaxespad=0.2)
+
+
+def write_ablations(made: Ablations, folder: Path) -> list[Path]:
+    """All four as one figure, as PDF, SVG and PNG."""
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context(STYLE):
+        plt.switch_backend("agg")
+        figure: Any = plt.figure(figsize=(7.0, 5.6), layout="constrained")
+        axes = figure.subplots(2, 2)
+        for plot, ax in zip(
+            (plot_ablation_hits, plot_removal, plot_ablation_tables, plot_ablation_duplicates), axes.flat, strict=True
+        ):
+            plot(made, ax)
+        trace, outputs = printable(made.manifest["trace"]), made.manifest["visible"]["outputs"]
+        put_footer(figure, f"kvarena ablations: {trace}, pages of 16 tokens, outputs {outputs}; removal is measured")
+        paths = save_figure(figure, folder / "ablations")
+        plt.close(figure)
+    return paths

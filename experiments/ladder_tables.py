@@ -10,6 +10,7 @@ from kvarena.experiments.ladder import TIME, Ladder
 from kvarena.experiments.style import printable
 
 if TYPE_CHECKING:
+    from kvarena.experiments.ladder_ablations import Ablations
     from rich.table import Table
 
 STRONGEST = 6  # pairs that are printed
@@ -105,3 +106,34 @@ def _pairs(made: Ladder, pool: int) -> Table:
     if frame.empty:
         table.caption = "none: the rungs add up"
     return table
+
+
+def ablation_tables(made: Ablations) -> Iterator[Table]:
+    """What was counted for each pool and design, and the measured queues."""
+    from rich.table import Table
+
+    table = Table(title=f"With and without: {printable(made.manifest['trace'])}, pages of 16 tokens")
+    for head in ("pool", "design"):
+        table.add_column(head)
+    for head in ("token hit rate", "evicted pages", "duplicates, mean", "table bytes rewritten a step"):
+        table.add_column(head, justify="right")
+    columns = ["token_hit_rate", "evicted_pages", "duplicate_bytes", "table_bytes_rewritten", "steps"]
+    means = made.table.groupby(["pool_bytes", "design"], sort=False)[columns].mean()
+    for row in means.reset_index().to_dict("records"):
+        table.add_row(
+            format_bytes(row["pool_bytes"]),
+            row["design"],
+            f"{100 * row['token_hit_rate']:.2f} %",
+            f"{row['evicted_pages']:,.0f}",
+            format_bytes(round(row["duplicate_bytes"])),
+            f"{row['table_bytes_rewritten'] / row['steps']:,.1f}",
+        )
+    yield table
+    queues = Table(title="A page leaves the middle of the free queue, ns of process time, measured")
+    queues.add_column("pages in the queue", justify="right")
+    for name in ("linked list", "deque"):
+        queues.add_column(name, justify="right")
+    wide = made.removal.pivot(index="length", columns="queue", values="ns_a_page")
+    for length, row in wide.iterrows():
+        queues.add_row(f"{length:,}", f"{row['linked list']:,.0f}", f"{row['deque']:,.0f}")
+    yield queues
