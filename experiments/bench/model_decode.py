@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kvarena.allocators.adapter import BlockTableAdapter, ReqToTokenAdapter
+from kvarena.allocators.adapter import Batch, BlockTableAdapter, ReqToTokenAdapter
 from kvarena.allocators.config import make_allocator
 from kvarena.allocators.interface import KVAllocator, Sequence
 from kvarena.experiments.engine.backends import Step, load_backend
@@ -105,6 +105,7 @@ class Decoder:
         self.members = self.allocator.decode_batch(self.seqs)
         self.logits: Tensor | None = None
         self.ids = torch.full((batch,), 17, dtype=torch.int64, device=device)
+        self._addresses: Any = None
         self.allocator_ms: list[float] = []
         self.adapter_ms: list[float] = []
         self.replay: Callable[[], None] = self.capture
@@ -144,9 +145,18 @@ class Decoder:
         self.adapter.update_step(reserved)
         batch = self.adapter.batch(self.seqs, [1] * len(self.seqs))
         end = time.perf_counter()
+        self._check_addresses(batch)
         self.allocator_ms.append(1e3 * (middle - start))
         self.adapter_ms.append(1e3 * (end - middle))
         return Step(self.backend, batch)
+
+    def _check_addresses(self, batch: Batch) -> None:
+        """A captured graph reads where the first step's tensors lay. Raises ValueError when another step's do not."""
+        tensors = (batch.table.entries, batch.table.rows, batch.table.seq_lens, batch.slot_mapping, batch.positions)
+        found = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
+        if self._addresses not in (None, found):
+            raise ValueError(f"a step's tensors moved: {found}, captured were {self._addresses}")
+        self._addresses = found
 
     def finish(self) -> None:
         """Sampled tokens to the host, KV committed."""
