@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 from kvarena.experiments.bench.cli import bench_app
-from kvarena.experiments.claims_commands import add_claims_command
 from kvarena.experiments.capacity_commands import add_capacity_command
+from kvarena.experiments.claims_commands import add_claims_command
 from kvarena.experiments.commands import add_commands
 from kvarena.experiments.diagram_commands import add_diagram_command
 from kvarena.experiments.engine.commands import add_run_command
@@ -19,6 +19,7 @@ from kvarena.experiments.insight_commands import add_insight_commands
 from kvarena.experiments.ladder_commands import add_ladder_command
 from kvarena.experiments.model.cli import add_generate_command
 from kvarena.experiments.paper_commands import add_paper_command
+from kvarena.experiments.rate_commands import add_rate_command
 from kvarena.experiments.resample_commands import add_resample_command
 from kvarena.experiments.study_commands import add_study_commands
 from kvarena.experiments.traces.cli import trace_app
@@ -88,6 +89,7 @@ add_paper_command(app)
 add_diagram_command(app)
 add_fork_command(app)
 add_capacity_command(app)
+add_rate_command(app)
 add_ladder_command(app)
 add_insight_commands(app)
 

@@ -196,7 +196,7 @@ def summarise_steps(
 
 
 def summarise_times(nanoseconds: dict[str, array[int]]) -> list[dict[str, float | int | str]]:
-    """One row a verb: calls, sum, mean and tails in microseconds. Measured times, so never in summary.csv."""
+    """One row a verb ("step": all verbs of a step together): calls, sum, mean and tails in microseconds. Measured times, so never in summary.csv."""
     rows: list[dict[str, float | int | str]] = []
     for verb, values in nanoseconds.items():
         if not values:
@@ -209,6 +209,7 @@ def summarise_times(nanoseconds: dict[str, array[int]]) -> list[dict[str, float 
                 "total_ms": sum(ordered) / 1e6,
                 "mean_us": sum(ordered) / len(ordered) / 1e3,
                 "p50_us": percentile(ordered, 0.5) / 1e3,
+                "p90_us": percentile(ordered, 0.9) / 1e3,
                 "p99_us": percentile(ordered, 0.99) / 1e3,
                 "max_us": ordered[-1] / 1e3,
             }

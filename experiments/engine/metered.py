@@ -28,7 +28,7 @@ VERBS = ("pin", "reserve", "commit", "release", "evict", "match", "fork", "prepa
 class MeteredAllocator(KVAllocator):
     """Passes everything on to `inner`.
 
-    nanoseconds     verb -> wall time of each call
+    nanoseconds     verb -> wall time of each call; total_ns: of all calls so far
     evicted_pages   pages whose content was dropped for room, so far
     duplicate_pages pages given up for, or kept beside, equal ones, so far
     """
@@ -40,19 +40,25 @@ class MeteredAllocator(KVAllocator):
         self.num_pages = inner.num_pages
         self.events = inner.events
         self.nanoseconds: dict[str, array[int]] = {verb: array("q") for verb in VERBS}
+        self.total_ns = 0
         self.evicted_pages = 0
         self.duplicate_pages = 0
+
+    def _took(self, verb: str, start: int) -> None:
+        passed = time.perf_counter_ns() - start
+        self.nanoseconds[verb].append(passed)
+        self.total_ns += passed
 
     def pin(self, seq: Sequence, gate: Gate | None = None) -> Pin | None:
         start = time.perf_counter_ns()
         pin = self.inner.pin(seq, gate)
-        self.nanoseconds["pin"].append(time.perf_counter_ns() - start)
+        self._took("pin", start)
         return pin
 
     def reserve(self, wants: Iterable[tuple[Sequence, int]]) -> list[Reservation] | None:
         start = time.perf_counter_ns()
         reservations = self.inner.reserve(wants)
-        self.nanoseconds["reserve"].append(time.perf_counter_ns() - start)
+        self._took("reserve", start)
         for reservation in reservations or ():
             if reservation.evicted:
                 self.evicted_pages += len(reservation.evicted)
@@ -63,7 +69,7 @@ class MeteredAllocator(KVAllocator):
     def commit(self, done: Iterable[tuple[Sequence, int]]) -> list[Commit]:
         start = time.perf_counter_ns()
         commits = self.inner.commit(done)
-        self.nanoseconds["commit"].append(time.perf_counter_ns() - start)
+        self._took("commit", start)
         for commit in commits:
             if commit.duplicates:
                 self.duplicate_pages += len(commit.duplicates)
@@ -72,21 +78,21 @@ class MeteredAllocator(KVAllocator):
     def release(self, seqs: Iterable[Sequence], reason: Release) -> Released:
         start = time.perf_counter_ns()
         released = self.inner.release(seqs, reason)
-        self.nanoseconds["release"].append(time.perf_counter_ns() - start)
+        self._took("release", start)
         self.duplicate_pages += len(released.duplicates)
         return released
 
     def evict(self, num_tokens: int) -> list[int]:
         start = time.perf_counter_ns()
         evicted = self.inner.evict(num_tokens)
-        self.nanoseconds["evict"].append(time.perf_counter_ns() - start)
+        self._took("evict", start)
         self.evicted_pages += len(evicted)
         return evicted
 
     def match(self, seq: Sequence) -> Match:
         start = time.perf_counter_ns()
         match = self.inner.match(seq)
-        self.nanoseconds["match"].append(time.perf_counter_ns() - start)
+        self._took("match", start)
         return match
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> Fork | None:
@@ -94,7 +100,7 @@ class MeteredAllocator(KVAllocator):
         inner = forking(self.inner)
         start = time.perf_counter_ns()
         fork = inner.fork(parent, child, *([] if num_tokens is None else [num_tokens]))
-        self.nanoseconds["fork"].append(time.perf_counter_ns() - start)
+        self._took("fork", start)
         if fork is not None:
             self.evicted_pages += len(fork.evicted)
             self.duplicate_pages += 0 if fork.commit is None else len(fork.commit.duplicates)

@@ -171,7 +171,8 @@ class _Frames:
         self.requests.append(_keyed(keys, requests))
         self.steps.append(_keyed(keys, pd.DataFrame([asdict(row) for row in record.steps])))
         self.summary.append({**keys, **summarise(config, entry, cell, allocator, record, requests)})
-        self.timings += [{**keys, **row} for row in metrics.summarise_times(allocator.nanoseconds)]
+        times = {**allocator.nanoseconds, "step": record.step_ns}
+        self.timings += [{**keys, **row} for row in metrics.summarise_times(times)]
         self.warnings += _cell_warnings(record.requests)
 
     def result(
@@ -248,6 +249,7 @@ def summarise(
         "requests_per_s": metrics.ratio(len(served), span),
         "gpu_share": metrics.ratio(record.gpu_s, span),
         "host_share": metrics.ratio(record.host_s, span),
+        "prefill_share": metrics.ratio(record.prefill_s, span),
         **record.latencies.summary(span),
         **metrics.summarise_steps(record.steps, pages, size, token_bytes),  # type: ignore[arg-type]  # same fields
     }

@@ -7,6 +7,7 @@ results: the longer of the two counts.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -91,7 +92,11 @@ class StepRow:
 
 @dataclass
 class Record:
-    """Everything a run yields."""
+    """Everything a run yields.
+
+    prefill_s  of the GPU's time, what would not be there without the prompts
+    step_ns    measured time in the allocator, each step
+    """
 
     requests: list[RequestRow] = field(default_factory=list)
     steps: list[StepRow] = field(default_factory=list)
@@ -107,6 +112,8 @@ class Record:
     duration_s: float = 0.0
     gpu_s: float = 0.0
     host_s: float = 0.0
+    prefill_s: float = 0.0
+    step_ns: array[int] = field(default_factory=lambda: array("q"))
 
 
 @dataclass(frozen=True)
@@ -208,7 +215,9 @@ class Simulation:
     def ends(self) -> Iterator[RequestRow]:
         """Run, yielding each request's row when it ends."""
         while self._next_step():
+            before = self.allocator.total_ns
             record = self.engine.step()
+            self.record.step_ns.append(self.allocator.total_ns - before)
             host, gpu = self.clock.step(record.plan)
             yield from self._results(record)
             self._note_step(record, host, gpu)
@@ -321,6 +330,7 @@ class Simulation:
         out.busy_steps += bool(plan.batch)
         out.batch_entries += len(plan.batch)
         out.new_tokens += tokens
+        out.prefill_s += self.clock.model.prefill_s(plan)
         out.preemptions += len(plan.preempted)
         self._preempted += len(plan.preempted)
         for direction, moves in plan.moves:

@@ -189,6 +189,13 @@ class StepTimeModel:
         us += amounts.moved_pages * self.shape.bytes_per_page(self.page_size) / self.gpu.swap_gbps / 1e3
         return us / 1e6
 
+    def prefill_s(self, plan: StepPlan) -> float:
+        """Of the GPU time of a plan, what would not be there without its prompts."""
+        if all(entry.num_new == 1 for entry in plan.batch):
+            return 0.0
+        decodes = StepPlan(plan.kind, [entry for entry in plan.batch if entry.num_new == 1], moves=plan.moves)
+        return self.gpu_s(plan) - self.gpu_s(decodes)
+
     def kernels_us(self, amounts: StepAmounts) -> float:
         """Stores and attention of all layers, microseconds: what the `kernels` executor runs."""
         stores = amounts.new_tokens * self.shape.bytes_per_token / self.gpu.store_gbps / 1e3
