@@ -19,6 +19,7 @@ import argparse
 import gc
 import json
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -52,8 +53,6 @@ def run_linear(options: argparse.Namespace) -> dict[str, Any]:
     model, shape = _model(options), _setup(options).shape
     counts = [1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
     linear = list(model_steps.linear_rows(model, counts if options.device != "cpu" else counts[:3]))
-    del model
-    _tidy(options)
     pages = [1, 8, 64, 512] if options.device != "cpu" else [1, 4]
     swap = (
         [] if options.backend == "torch" else list(model_steps.swap_rows(shape, torch.bfloat16, options.device, pages))
@@ -127,8 +126,12 @@ RUN: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def _model(options: argparse.Namespace) -> Any:
-    fields = model_decode.TINY if options.device == "cpu" else {}
-    return model_decode.build(options.layers, options.device, **fields)
+    """The model, built once for all parts, with the library's own attention."""
+    if options.model is None:
+        fields = model_decode.TINY if options.device == "cpu" else {}
+        options.model = model_decode.build(options.layers, options.device, **fields)
+    options.model.set_attn_implementation("sdpa")
+    return options.model
 
 
 def _setup(options: argparse.Namespace) -> model_steps.Setup:
@@ -208,6 +211,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if not options.merge and options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("model_h200 needs a CUDA device; --device cpu runs it on a tiny model")
     options.backend = options.backend or ("torch" if options.device == "cpu" else "triton")
+    options.model = None
     options.layers = options.layers or (2 if options.device == "cpu" else 32)
     return options
 
@@ -219,12 +223,19 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError("--merge: expected --out with a folder of parts")
         (options.out / "model.json").write_text(json.dumps(merge(options.out), indent=1) + "\n")
         return
+    failed = []
     for part in options.parts:
         start = time.perf_counter()
         name = f"capacity{options.shard[0]}" if part == "capacity" else part
-        _write(options, name, RUN[part](options))
+        try:
+            _write(options, name, RUN[part](options))
+        except Exception:  # a card is held for minutes: the other parts run all the same
+            traceback.print_exc()
+            failed.append(part)
         _tidy(options)
         print(f"{part}: {time.perf_counter() - start:.1f} s", flush=True)
+    if failed:
+        raise RuntimeError(f"parts that failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
