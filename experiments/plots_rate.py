@@ -33,8 +33,8 @@ def plot_normalised(result: RateResult, ax: Axes) -> Axes:
                 ha="right",
                 va="top",
             )
-    ax.set_yscale("log")
-    return _finish(ax, "normalised latency (ms a token)")
+    _log(ax)
+    return _finish(ax, "normalised latency (ms a token)\ndotted: knee, latency doubled")
 
 
 def plot_percentiles(result: RateResult, what: str, ax: Axes) -> Axes:
@@ -44,8 +44,8 @@ def plot_percentiles(result: RateResult, what: str, ax: Axes) -> Axes:
         for label, dashes in DASHES.items():
             style = {**_line(look), "linestyle": dashes}
             ax.plot(rows["rate_per_s"], rows[f"{what}_{label}_ms"], **style)
-    ax.set_yscale("log")
-    return _finish(ax, f"{what.upper()} (ms): p50, p90, p99")
+    _log(ax)
+    return _finish(ax, f"{what.upper()} (ms):\np50 solid, p90 dashed, p99 dotted")
 
 
 def plot_throughput(result: RateResult, ax: Axes) -> Axes:
@@ -57,7 +57,7 @@ def plot_throughput(result: RateResult, ax: Axes) -> Axes:
     most = float(result.rates["requests_per_s"].max())
     ax.plot([0, most], [0, most], color="#555555", linewidth=0.8, linestyle=":")
     ax.set_ylim(0, most * 1.08)
-    return _finish(ax, "served (solid), good (dashed), requests/s")
+    return _finish(ax, "requests a second:\nserved solid, good dashed, arriving dotted")
 
 
 def plot_batch(result: RateResult, ax: Axes) -> Axes:
@@ -85,6 +85,16 @@ def plot_hits(result: RateResult, ax: Axes) -> Axes:
     ax.set_ylabel("throughput over no cache (x)")
     ax.set_ylim(bottom=min(0.9, ax.get_ylim()[0]))
     return ax
+
+
+def _log(ax: Axes) -> None:
+    """A logarithmic axis with plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _rows(result: RateResult, name: str) -> Any:
@@ -149,5 +159,5 @@ def _footer(result: RateResult) -> str:
     return (
         f"kvarena {__version__}; {about['trace']}, {about['requests']:,} requests, open arrivals; {about['model']}, "
         f"pool {pools}; {about['policy']['label']}, lag {about['result_lag']}; goodput at {about['goodput_limits']}; "
-        f"simulated, step times {about['step_times']}; dotted verticals: knee (normalised latency doubled)"
+        f"simulated, step times {about['step_times']}"
     )

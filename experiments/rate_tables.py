@@ -32,7 +32,10 @@ def rates_table(result: RateResult) -> Table:
     from rich.table import Table
 
     about = result.manifest
-    title = f"normalised latency in ms a token; FLOPs of prefill saved by hits; {about['trace']}, {about['requests']:,} requests; goodput at {about['goodput_limits']}; feedback clock"
+    title = (
+        f"{about['trace']}, {about['requests']:,} requests; latencies in ms, normalised: ms a token; goodput at "
+        f"{about['goodput_limits']}; feedback clock"
+    )
     shown = Table(title=title, title_justify="left")
     shown.add_column("allocator")
     for head, _ in COLUMNS.values():
