@@ -82,7 +82,8 @@ def _under_descriptors(
         raise ValueError("descriptors: expected those that Triton found, found others")
 
     def encoder(index: int, meta: Any) -> Callable[[Tensor], list[object]]:
-        make, encoded = descriptors[index], {}
+        make = descriptors[index]
+        encoded: dict[int, list[object]] = {}
 
         def encode(tensor: Tensor) -> list[object]:
             address = tensor.data_ptr()

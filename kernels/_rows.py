@@ -119,9 +119,9 @@ def _half_of_pairs_packed(b_pairs, stored: tl.constexpr, ODD: tl.constexpr):
         second: tl.constexpr = "lop3.b32 x, x, 0x00FF00FF, 0x64806480, 0x6A; mov.b32 y, 0xE480E480;"
         third: tl.constexpr = "add.rn.f16x2 $0, x, y;"
     else:
-        first: tl.constexpr = "prmt.b32 x, $1, 0, 0x4431;" if ODD else "prmt.b32 x, $1, 0, 0x4420;"
-        second: tl.constexpr = "cvt.u16.u32 h, x; cvt.rn.f16x2."
-        third: tl.constexpr = "e4m3x2 $0, h;" if stored == tl.float8e4nv else "e5m2x2 $0, h;"
+        first: tl.constexpr = "prmt.b32 x, $1, 0, 0x4431;" if ODD else "prmt.b32 x, $1, 0, 0x4420;"  # type: ignore[no-redef]
+        second: tl.constexpr = "cvt.u16.u32 h, x; cvt.rn.f16x2."  # type: ignore[no-redef]
+        third: tl.constexpr = "e4m3x2 $0, h;" if stored == tl.float8e4nv else "e5m2x2 $0, h;"  # type: ignore[no-redef]
     source: tl.constexpr = "{ .reg .b32 x, y; .reg .b16 h; " + first + second + third + " }"
     return tl.inline_asm_elementwise(source, "=r,r", [b_pairs], dtype=tl.float16, is_pure=True, pack=2)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from kvarena.kernels import _host
 from kvarena.kernels._launch import (
     call_key,
     ceil_div,
@@ -33,8 +34,6 @@ from torch import Tensor
 
 Ids = Sequence[int] | Tensor
 BLOCK_BYTES = 16384  # of one program, by four warps: 3.5 and 3.4 TB/s for 1 and 32 layers on one H200
-STAGE_BYTES = 64 * 2**20  # of one piece on its way between pool and host; two are in flight
-FIRST_BYTES = 4 * 2**20  # of the piece that nothing overlaps: 0.08 ms at 54 GB/s
 
 
 @triton.jit
@@ -175,7 +174,7 @@ def _host_ids(name: str, ids: Ids, num_pages: int) -> Tensor:
         fail(name, "integers [n]", f"{ids.dtype} {list(ids.shape)}")
     ids = ids.long().contiguous()
     # As unsigned numbers: one pass finds those below 0 too. numpy, because torch would wake its threads.
-    if len(ids) and int(ids.numpy().view(np.uint64).max()) >= num_pages:
+    if len(ids) and ids.numpy().view(np.uint64).max() >= num_pages:
         outside = ids[(ids < 0) | (ids >= num_pages)]
         fail(name, f"page ids from 0 to {num_pages - 1}", int(outside[0]))
     return ids
@@ -220,7 +219,7 @@ def _check_distinct(name: str, targets: Tensor, num_pages: int) -> None:
 
 def check_packed(name: str, packed: Tensor, tensors: list[Tensor], num_pages: int) -> Tensor:
     """Raise ValueError unless `packed` is a contiguous uint8 [num_pages, bytes a page]."""
-    page_bytes = sum(t[0].numel() * t.element_size() for t in tensors)
+    page_bytes = sum(t.numel() // t.shape[0] * t.element_size() for t in tensors)
     check_dtype(name, packed, (torch.uint8,))
     if packed.shape != (num_pages, page_bytes) or not packed.is_contiguous():
         fail(name, f"a contiguous [{num_pages}, {page_bytes}]", f"{list(packed.shape)}, strides {packed.stride()}")
@@ -278,7 +277,7 @@ def gather_pages(pool_tensors: Tensor | Sequence[Tensor], page_ids: Ids, out: Te
     pool_tensors  as for `copy_pages`
     page_ids      n page ids, on the host
     out           uint8 [n, bytes a page], contiguous; on the pool's device (default: new), or in host memory
-                  (pinned, else the copy waits): then packing and copying overlap, piece by piece
+                  (pinned, else the copy waits); long lists are packed and copied piece by piece, overlapping
 
     Stream ordered: a host `out` is complete when the current stream has reached this point.
     Raises ValueError for ids outside the pool, or an `out` that does not fit.
@@ -295,7 +294,8 @@ def gather_pages(pool_tensors: Tensor | Sequence[Tensor], page_ids: Ids, out: Te
     if out.device == device:
         _pack(tensors, runs, _upload(ids, device), out, gather=True)
     else:
-        _gather_to_host(tensors, runs, _upload(ids, device), out)
+        on_device = _upload(ids, device)
+        _host.send(on_device, out, lambda some, rows: _pack(tensors, runs, some, rows, gather=True))
     return out
 
 
@@ -323,93 +323,15 @@ def scatter_pages(packed: Tensor, pool_tensors: Tensor | Sequence[Tensor], page_
         if len(ids):
             _pack(tensors, runs, _upload(ids, device), packed, gather=False)
     else:
-        _scatter_from_host(tensors, runs, checked_ids, packed)
+        _host.fetch(
+            packed,
+            device,
+            lambda: _upload(checked_ids(), device),
+            lambda some, rows: _pack(tensors, runs, some, rows, gather=False),
+        )
 
 
 def _pack(tensors: list[Tensor], runs: _Runs, ids: Tensor, packed: Tensor, gather: bool) -> None:
     args = (tensors[0], runs.table, ids, packed, runs.page_bytes // runs.unit)
     key = (gather, runs.unit, runs.aligned, runs.longest, runs.page_bytes, call_key(tensors[0], ids, packed))
     launch(_pack_kernel, runs.grid(ids.shape[0]), args, {**runs.constants(), "GATHER": gather}, key)
-
-
-def _pieces(num_pages: int, page_bytes: int) -> list[slice]:
-    """Rows of each piece that travels between device and host: a short one first, so that the copy starts soon."""
-    first = max(1, FIRST_BYTES // page_bytes)
-    step = max(1, STAGE_BYTES // page_bytes)
-    ends = [*range(first, num_pages, step), num_pages]
-    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False) if start < end]
-
-
-class _Lane:
-    """For host copies beside the kernels of one stream: a stream of its own, events for the two pieces in flight."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self.packed = (torch.cuda.Event(), torch.cuda.Event())
-        self.copied = (torch.cuda.Event(), torch.cuda.Event())
-
-
-_lanes: dict[tuple[torch.device, int], _Lane] = {}
-
-
-def _lane(main: torch.cuda.Stream) -> _Lane:
-    key = (main.device, main.cuda_stream)
-    found = _lanes.get(key)
-    if found is None:
-        found = _lanes[key] = _Lane(main.device)
-    return found
-
-
-def _stage(pieces: list[slice], page_bytes: int, device: torch.device) -> Tensor:
-    """Scratch on the device, [pieces in flight, rows, bytes a page]."""
-    rows = max(piece.stop - piece.start for piece in pieces)
-    return torch.empty((min(2, len(pieces)), rows, page_bytes), dtype=torch.uint8, device=device)
-
-
-def _gather_to_host(tensors: list[Tensor], runs: _Runs, ids: Tensor, out: Tensor) -> None:
-    """Pack a piece on the current stream while the one before travels on the side stream."""
-    main = torch.cuda.current_stream(ids.device)
-    lane = _lane(main)
-    pieces = _pieces(ids.shape[0], runs.page_bytes)
-    stage = _stage(pieces, runs.page_bytes, ids.device)
-    for i, piece in enumerate(pieces):
-        buffer = stage[i % 2, : piece.stop - piece.start]
-        if i >= 2:
-            main.wait_event(lane.copied[i % 2])
-        _pack(tensors, runs, ids[piece], buffer, gather=True)
-        lane.packed[i % 2].record(main)
-        with torch.cuda.stream(lane.stream):
-            lane.stream.wait_event(lane.packed[i % 2])
-            out[piece].copy_(buffer, non_blocking=True)
-            lane.copied[i % 2].record(lane.stream)
-    main.wait_event(lane.copied[(len(pieces) - 1) % 2])
-
-
-def _scatter_from_host(tensors: list[Tensor], runs: _Runs, checked_ids: Callable[[], Tensor], packed: Tensor) -> None:
-    """Copy a piece on the side stream while the one before is unpacked on the current one; the short piece last.
-
-    The first copy, into scratch memory, starts before the ids are checked and uploaded: it does not need them.
-    """
-    device = tensors[0].device
-    main = torch.cuda.current_stream(device)
-    lane = _lane(main)
-    pieces = _pieces(len(packed), runs.page_bytes)[::-1]
-    stage = _stage(pieces, runs.page_bytes, device)
-    lane.stream.wait_stream(main)  # the scratch memory may still be in use there
-    ids = None
-    for i, piece in enumerate(pieces):
-        buffer = stage[i % 2, : piece.stop - piece.start]
-        with torch.cuda.stream(lane.stream):
-            if i >= 2:
-                lane.stream.wait_event(lane.packed[i % 2])
-            buffer.copy_(packed[piece], non_blocking=True)
-            lane.copied[i % 2].record(lane.stream)
-        if ids is None:
-            try:
-                ids = _upload(checked_ids(), device)
-            except ValueError:
-                main.wait_stream(lane.stream)  # the scratch memory goes back to this stream
-                raise
-        main.wait_event(lane.copied[i % 2])
-        _pack(tensors, runs, ids[piece], buffer, gather=False)
-        lane.packed[i % 2].record(main)

@@ -216,7 +216,7 @@ def extend_competition(
     def gate() -> None:
         _gate((k, v), q, table, shape.new, shape.lens, {n: c[0] for n, c in calls.items()}, outs)
 
-    return Competition(calls, gate, {"flops": flops}, flops / 5e8, pause_s=0.05)
+    return Competition(calls, gate, {"flops": flops}, flops / 5e8, pause_s=0.05, graph_us=10_000)
 
 
 def decode_cells(peers: Sequence[Peer], dry: bool) -> Iterator[Cell]:
@@ -248,20 +248,20 @@ def decode_cells(peers: Sequence[Peer], dry: bool) -> Iterator[Cell]:
         for point in ("32x4k", "256x1k"):
             for page in (1, 16):
                 label = {"heads": f"{heads[0]}/{heads[1]}", "study": "heads"}
-                use = peers if page == 16 else ()
+                use = [peer for peer in peers if page == 16 and peer.name in ("fa3", "flashinfer")]
                 yield cell(point, page, label, heads=heads, kinds=one, peers=use)
     for dim in (64, 96, 192, 256):
         for point in ("32x4k", "256x1k"):
             yield cell(point, 16, {"dim": dim, "study": "head_dim"}, dim=dim, kinds=one)
     for point in ("32x4k", "256x1k"):
-        label = {"dim": 96, "layout": "hnd", "study": "head_dim"}
-        yield cell(point, 16, label, dim=96, layout="hnd", kinds=one)
+        by_head: dict[str, Any] = {"dim": 96, "layout": "hnd", "study": "head_dim"}
+        yield cell(point, 16, by_head, dim=96, layout="hnd", kinds=one)
     for dtype in QUANTISED:
         for point in ("64x16k", "256x4k"):
             for page in (1, 16):
                 yield cell(point, page, {"dtype": dtype, "study": "quantised"}, dtype=dtype, kinds=one)
-    for layout in _layouts():
-        yield from _recorded_cells(layout, dry)
+    for recorded in _layouts():
+        yield from _recorded_cells(recorded, dry)
 
 
 def _layouts() -> list[Layout]:
@@ -305,4 +305,5 @@ def extend_cells(peers: Sequence[Peer], dry: bool) -> Iterator[Cell]:
             yield cell(shape, page, label, placement="in_order", backends=("gluon",), kinds=kinds)
         for heads in ((64, 8), (32, 32), (16, 1)):
             label = {"study": "heads", "heads": f"{heads[0]}/{heads[1]}"}
-            yield cell(shape, 16, label, heads=heads, backends=("gluon",), peers=peers)
+            use = [peer for peer in peers if peer.name == "fa3"]
+            yield cell(shape, 16, label, heads=heads, backends=("gluon",), peers=use)

@@ -64,7 +64,7 @@ def kernels(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Results file; default results/CARD/kernels.json.")] = None,
     peers: Annotated[str, typer.Option(help="Kernels to run beside ours; what cannot be imported is skipped.")] = (
-        "fa3,flashinfer,sdpa"
+        "fa3,flashinfer,sdpa,vllm,sglang"
     ),
     budget: Annotated[float, typer.Option(help="Seconds; cells that no longer fit are left out and say so.")] = 540,
     saved: Annotated[Path | None, typer.Option(help="A saved results file to show, without a card.")] = None,

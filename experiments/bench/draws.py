@@ -146,7 +146,7 @@ def _table(variant: Variant, lens: Sequence[int], rng: np.random.Generator) -> t
     numbers = (entries, rows, np.array(lens))
     tensors = [torch.from_numpy(array.astype(np.int32)).cuda() for array in numbers]
     per_entry = size if variant.table == "block_table" else 1
-    return PageTable(*tensors, per_entry), unowned + 1, np.concatenate(owned)
+    return PageTable(tensors[0], tensors[1], tensors[2], per_entry), unowned + 1, np.concatenate(owned)
 
 
 def _contents(cache: Tensor, slots: Tensor, poison: float, generator: torch.Generator) -> None:

@@ -70,8 +70,8 @@ def _commit_from_environment() -> dict[str, str]:
 
 def cells_of(part: str, peers: dict[str, Peer], dry: bool) -> Iterator[Cell]:
     """The graph-timed cells of a part, ceilings first."""
-    decode_peers = [peers[name] for name in ("fa3", "flashinfer", "sdpa") if name in peers]
-    extend_peers = [peers[name] for name in ("fa3", "flashinfer") if name in peers]
+    decode_peers = [peers[name] for name in ("fa3", "flashinfer", "sdpa", "vllm", "sglang") if name in peers]
+    extend_peers = [peers[name] for name in ("fa3", "flashinfer", "vllm", "sglang") if name in peers]
     if part not in ("decode", "rest"):
         return
     yield from ceiling_cells()

@@ -137,25 +137,23 @@ def plan_competition(shape_name: str) -> Competition:
 
 
 def swap_rows() -> Iterator[dict[str, Any]]:
-    """Wall clock of 65 MB between pool and pinned memory, each way, against one contiguous copy."""
-    for page in (1, 16):
+    """Wall clock between pool and pinned memory, each way, against one contiguous copy: 65 MB, and eight times that.
+
+    65 MB travel in one piece, 524 MB in pieces that are packed while others travel.
+    """
+    for page, num_bytes in ((1, SWAP_BYTES), (16, SWAP_BYTES), (1, 8 * SWAP_BYTES), (16, 8 * SWAP_BYTES)):
         pool = KVPool(1, POOL_SLOTS // 4 // page, page, 8, 128, dtype=torch.bfloat16, device="cuda")
-        count = SWAP_BYTES // pool.bytes_per_page
+        count = num_bytes // pool.bytes_per_page
         for tensor in pool.layers:
             tensor.normal_()
-        ids = (torch.randperm(pool.num_pages)[:count] + 1).tolist()
+        ids = torch.randperm(pool.num_pages)[:count] + 1
         host = torch.empty((count, pool.bytes_per_page), dtype=torch.uint8, pin_memory=True)
-        device = torch.empty_like(host, device="cuda")
-        wanted = copy.gather_pages(pool.layers, ids).cpu()
-        copy.gather_pages(pool.layers, ids, host)
-        torch.cuda.synchronize()
-        if not torch.equal(host, wanted):
-            raise ValueError("gather_pages: expected the same bytes on host and device, found others")
-        index = torch.tensor(ids)
+        _check_swap(pool, ids, host)
         time.sleep(1)  # torch's CPU threads, woken by the comparison, spin for 0.2 s and hold the host up
+        device = torch.empty_like(host, device="cuda")
         ways: dict[str, Callable[[], object]] = {
-            "out": functools.partial(copy.gather_pages, pool.layers, index, host),
-            "in": functools.partial(copy.scatter_pages, host, pool.layers, index),
+            "out": functools.partial(copy.gather_pages, pool.layers, ids, host),
+            "in": functools.partial(copy.scatter_pages, host, pool.layers, ids),
             "out_contiguous": functools.partial(host.copy_, device, non_blocking=True),
             "in_contiguous": functools.partial(device.copy_, host, non_blocking=True),
         }
@@ -163,7 +161,22 @@ def swap_rows() -> Iterator[dict[str, Any]]:
             us = _wall_us(call)
             gbps = round(host.numel() / us / 1e3, 1)
             kernel = "one copy" if way.endswith("contiguous") else "kvarena"
-            yield {"op": "swap", "page": page, "way": way.split("_")[0], "kernel": kernel, "us": us, "gbps": gbps}
+            labels = {"op": "swap", "page": page, "mb": round(num_bytes / 1e6), "way": way.split("_")[0]}
+            yield {**labels, "kernel": kernel, "us": us, "gbps": gbps}
+
+
+def _check_swap(pool: KVPool, ids: Tensor, host: Tensor) -> None:
+    """Out to `host` and back, bit for bit; ValueError where a byte differs."""
+    wanted = copy.gather_pages(pool.layers, ids)
+    copy.gather_pages(pool.layers, ids, host)
+    torch.cuda.synchronize()
+    if not torch.equal(host, wanted.cpu()):
+        raise ValueError("gather_pages: expected the same bytes on host and device, found others")
+    for tensor in pool.layers:
+        tensor[ids.cuda()] = 0
+    copy.scatter_pages(host, pool.layers, ids)
+    if not torch.equal(copy.gather_pages(pool.layers, ids), wanted):
+        raise ValueError("scatter_pages: expected the pages that were gathered, found others")
 
 
 def _wall_us(call: Callable[[], object], repeats: int = 31) -> float:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from kvarena.experiments.bench.peers_triton import SglangTriton, VllmTriton
 from kvarena.kernels.page_table import PageTable
 from torch import Tensor
 
@@ -148,7 +149,13 @@ class ContiguousSdpa:
         return cache[slots // case.page_size, slots % case.page_size].transpose(1, 2).contiguous()
 
 
-PEERS: dict[str, Callable[[], Peer]] = {"fa3": FlashAttention3, "flashinfer": FlashInfer, "sdpa": ContiguousSdpa}
+PEERS: dict[str, Callable[[], Peer]] = {
+    "fa3": FlashAttention3,
+    "flashinfer": FlashInfer,
+    "sdpa": ContiguousSdpa,
+    "vllm": VllmTriton,
+    "sglang": SglangTriton,
+}
 
 
 def load_peers(names: list[str]) -> tuple[dict[str, Peer], dict[str, str]]:

@@ -155,4 +155,5 @@ def layout_table(layout: Layout, kind: str, device: str = "cuda") -> PageTable:
     for i, row in enumerate(columns):
         entries[i, : len(row)] = row
     numbers = (entries, np.arange(len(columns), dtype=np.int32), np.array(layout.lens, np.int32))
-    return PageTable(*(torch.from_numpy(array).to(device) for array in numbers), size)
+    on_device = [torch.from_numpy(array).to(device) for array in numbers]
+    return PageTable(on_device[0], on_device[1], on_device[2], size)

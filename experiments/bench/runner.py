@@ -30,7 +30,8 @@ class Competition:
     gate     raises ValueError when a competitor is wrong
     amounts  numbers of one call, by name: bytes (moved, counted), flops
     expect_us  rough time of a call, to size the graphs
-    pause_s  rest before each replay: 0.08 for compute-bound points, where power is the limit
+    pause_s  rest before each replay: 0.05 for compute-bound points, where power is the limit
+    graph_us rough time of one replay; longer where clocks are to be seen by a log of ten samples a second
     extra    fields for each competitor's row
     """
 
@@ -39,6 +40,7 @@ class Competition:
     amounts: dict[str, float]
     expect_us: float
     pause_s: float = 0.0
+    graph_us: float = 2000.0
     extra: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -58,7 +60,7 @@ def run_cell(cell: Cell, replays: int = 7) -> list[dict[str, Any]]:
         competition.gate()
         graphs = {}
         for name, calls in competition.calls.items():
-            repeats = max(1, round(2000 / (competition.expect_us * len(calls))))
+            repeats = max(1, round(competition.graph_us / (competition.expect_us * len(calls))))
             graphs[name] = capture(calls, repeats)
         timed = time_all(graphs, replays, competition.pause_s)
     except Exception as error:
@@ -122,7 +124,7 @@ class ClockLog:
         samples = [sample for line in self._process.communicate()[0].splitlines() if (sample := _clock_sample(line))]
         for row in rows:
             first, last = row.get("t", (0.0, 0.0))
-            busy = sorted(s[1:] for s in samples if first <= s[0] <= last and s[2] > 200)
+            busy = sorted(s[1:] for s in samples if first <= s[0] <= last and s[2] > 150)
             if busy:
                 row["clock_mhz"] = busy[len(busy) // 2][0]
                 row["power_w"] = sorted(b[1] for b in busy)[len(busy) // 2]

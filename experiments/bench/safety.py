@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,11 +77,11 @@ def _guard_checks() -> Iterator[_Check]:
         for dtype in ("bfloat16", "e4m3", "int8"):
             for page in (1, 16):
                 labels = {"check": "guards", "what": "store_kv", "layout": layout, "dtype": dtype, "page": page}
-                yield labels, lambda a=layout, d=dtype, p=page: _guard_store(a, DTYPES[d], p)
-        yield {"check": "guards", "what": "copies", "layout": layout}, lambda a=layout: _guard_copies(a)
+                yield labels, partial(_guard_store, layout, DTYPES[dtype], page)
+        yield {"check": "guards", "what": "copies", "layout": layout}, partial(_guard_copies, layout)
     for count in (1, 37, 256, 1000):
-        yield {"check": "guards", "what": "slots", "tokens": count}, lambda n=count: _guard_slots(n)
-        yield {"check": "guards", "what": "merge", "rows": count}, lambda n=count: _guard_merge(n)
+        yield {"check": "guards", "what": "slots", "tokens": count}, partial(_guard_slots, count)
+        yield {"check": "guards", "what": "merge", "rows": count}, partial(_guard_merge, count)
     yield {"check": "guards", "what": "decode workspace"}, _guard_workspace
 
 
@@ -200,9 +201,8 @@ def _attention_calls(page: int) -> dict[str, Callable[[Tensor, Tensor, PageTable
         "decode splits": lambda k, v, t: paged_decode(rows, k, v, t, return_lse=True, num_splits=4),
     }
     for backend in _backends():
-        calls[f"extend {backend}"] = lambda k, v, t, b=backend: paged_extend(
-            q, k, v, t, starts, return_lse=True, backend=b
-        )
+        extend = partial(paged_extend, q, query_start_loc=starts, return_lse=True, backend=backend)
+        calls[f"extend {backend}"] = extend
     return calls
 
 
@@ -213,7 +213,7 @@ def _far_checks() -> Iterator[_Check]:
                 {"check": "far", "what": "attention", "page": page, "table": kind},
                 (lambda p=page, k=kind: _far_attention(p, k)),
             )
-        yield {"check": "far", "what": "store, slots, copies", "page": page}, lambda p=page: _far_writes(p)
+        yield {"check": "far", "what": "store, slots, copies", "page": page}, partial(_far_writes, page)
 
 
 def _far_pool(page: int) -> tuple[Tensor, Tensor, int]:
@@ -268,7 +268,7 @@ def _far_writes(page: int) -> None:
 
 def _graph_checks() -> Iterator[_Check]:
     for page in (1, 16, 64):
-        yield {"check": "graphs", "what": "attention", "page": page}, lambda p=page: _graph_attention(p)
+        yield {"check": "graphs", "what": "attention", "page": page}, partial(_graph_attention, page)
 
 
 def _graph_attention(page: int) -> None:
@@ -303,7 +303,7 @@ def _change(table: PageTable, k: Tensor, page: int, seed: int, shorter: bool) ->
 
 def _repeat_checks() -> Iterator[_Check]:
     for page in (1, 16, 64):
-        yield {"check": "repeats", "what": "attention", "page": page, "times": REPEATS}, lambda p=page: _repeat(p)
+        yield {"check": "repeats", "what": "attention", "page": page, "times": REPEATS}, partial(_repeat, page)
 
 
 def _repeat(page: int) -> None:

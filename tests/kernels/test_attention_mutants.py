@@ -60,6 +60,8 @@ def probes(extending: bool) -> dict[str, Batch]:
         "fp8": batch(scales, kv_dtype=fp8),
         "fp8 by head": batch(by_head, kv_dtype=fp8),
         "narrow window": batch({"window": 4}),
+        "joined": batch({}, dtype=torch.float16, head_dim=96),
+        "odder head_dim": batch({}, head_dim=72, page_size=1, tokens_per_entry=1),
         "odd head_dim": batch({}, head_dim=80, page_size=1, tokens_per_entry=1),
         "fused": batch({}, head_dim=80, head_dim_v=64, layout="fused"),
     }
@@ -88,17 +90,17 @@ DECODE_FAULTS = {
     "last page skipped": fault(
         "plain",
         (
-            "low, start, chunk = _chunk",
-            ("seq_len = tl.maximum(seq_len - 1, 0) >> LOG_PAGE << LOG_PAGE\n    low, start, chunk = _chunk"),
+            "low, start, chunk = chunk",
+            ("seq_len = tl.maximum(seq_len - 1, 0) >> LOG_PAGE << LOG_PAGE\n    low, start, chunk = chunk"),
         ),
     ),
     "last-page length is n % S": fault(
         "plain",
         (
-            "low, start, chunk = _chunk",
+            "low, start, chunk = chunk",
             (
                 "seq_len = tl.where(seq_len % 16 == 0, tl.maximum(seq_len - 16, 0), seq_len)\n"
-                "    low, start, chunk = _chunk"
+                "    low, start, chunk = chunk"
             ),
         ),
     ),
@@ -139,9 +141,9 @@ DECODE_FAULTS = {
     ),
     "softcap without its factor": fault("softcap", ("softcap * LOG2E", "LOG2E")),
     "tanh of half the score": fault("softcap", ("-2.8853900817779268", "-1.4426950408889634"), helper="_paged"),
-    "window one short": fault("window", ("seq_len - window, 0)", "seq_len - window + 1, 0)")),
-    "window one long": fault("window", ("seq_len - window, 0)", "seq_len - window - 1, 0)")),
-    "window ignored": fault("window", ("low = tl.maximum(seq_len - window, 0)", "low = 0")),
+    "window one short": fault("window", ("seq_len - window, 0)", "seq_len - window + 1, 0)"), helper="_combine"),
+    "window one long": fault("window", ("seq_len - window, 0)", "seq_len - window - 1, 0)"), helper="_combine"),
+    "window ignored": fault("window", ("low = tl.maximum(seq_len - window, 0)", "low = 0"), helper="_combine"),
     "alibi without log2(e)": fault("alibi", (" * 1.4426950408889634", "")),
     "alibi of one head for all": fault("alibi", ("slopes_ptr + o_h,", "slopes_ptr + o_h * 0,")),
     "alibi distance off by one": fault("alibi", ("o_n - (seq_len - 1)", "o_n - seq_len")),
@@ -154,20 +156,34 @@ DECODE_FAULTS = {
         "plain",
         (("    if SPLIT:\n        if begin >= seq_len:"), ("    if HEAD_BLOCKS > 0:\n        if begin >= seq_len:")),
     ),
-    "weights kept in fp8": fault("plain", ("tl.dot(p.to(b_q.dtype), ", "tl.dot(p.to(tl.float8e5).to(b_q.dtype), ")),
-    "weights kept in half precision": fault(
-        "plain", ("tl.dot(p.to(b_q.dtype), ", "tl.dot(p.to(tl.float16).to(b_q.dtype), ")
+    "weights kept in fp8": fault("plain", ("p = p.to(b_q.dtype)", "p = p.to(tl.float8e5).to(b_q.dtype)")),
+    "weights kept in half precision": fault("plain", ("p = p.to(b_q.dtype)", "p = p.to(tl.float16).to(b_q.dtype)")),
+    "even and odd numbers of pairs mistaken": fault(
+        "fp8", ("(b_pairs >> 8) if ODD else b_pairs", "b_pairs if ODD else (b_pairs >> 8)"), helper="_rows"
+    ),
+    "second block of a row forgotten in scores": fault(
+        "odd head_dim", ("        if TAIL_D > 0:\n", "        if TAIL_D > 999:\n")
+    ),
+    "second block of a row forgotten in outputs": fault(
+        "odd head_dim", ("            acc_t = acc_t * alpha", "            acc_t = acc_t * 0 * alpha")
+    ),
+    "queries of joined heads not kept apart": fault(
+        "joined", ("== (o_g // (GROUP // JOIN))[:, None]", ">= (o_g * 0)[:, None]"), helper="_rows"
     ),
     "last split dropped": fault(
-        "plain", ("used = tl.cdiv(seq_len - start, chunk)", "used = tl.cdiv(seq_len - start, chunk) - 1"), splits=3
+        "plain",
+        ("used = tl.cdiv(seq_len - start, chunk)", "used = tl.cdiv(seq_len - start, chunk) - 1"),
+        helper="_combine",
+        splits=3,
     ),
     "splits weighed alike": fault(
-        "plain", ("weight = tl.exp2(b_lse - m_new)", "weight = tl.where(m_s, 1.0, 0.0)"), splits=3
+        "plain", ("weight = tl.exp2(b_lse - m_new)", "weight = tl.where(m_s, 1.0, 0.0)"), helper="_combine", splits=3
     ),
     "unused splits counted": fault(
         "plain",
         ("m_s = o_s < used", "m_s = o_s < num_splits"),
         ("for i_s in range(0, used, BLOCK_S)", "for i_s in range(0, num_splits, BLOCK_S)"),
+        helper="_combine",
         splits=8,
     ),
     "first entry of a page of tokens mistaken": fault(
@@ -183,9 +199,9 @@ DECODE_FAULTS = {
         "token", ("tl.load(rows_ptr + i_b).to(tl.int64) * entries_stride", "i_b * entries_stride")
     ),
     "components behind head_dim read": fault(
-        "odd head_dim",
+        "odder head_dim",
         ("mask=(o_d < DIM)[None, :], other=0.0", "mask=(o_d < BLOCK_D)[None, :], other=0.0"),
-        helper="_paged",
+        helper="_rows",
     ),
     "mask one token short": fault("plain", ("m_n = o_n < end\n", "m_n = o_n < end - 1\n")),
 }
@@ -199,10 +215,10 @@ EXTEND_FAULTS = {
         "plain", ("middle = tl.maximum(tl.minimum(prefix + first + 1, high), 0)", "middle = tl.maximum(high, 0)")
     ),
     "diagonal block dropped": fault(
-        "plain", ("for i_n in range(middle, high, BLOCK_N)", "for i_n in range(middle, middle, BLOCK_N)")
+        "plain", ("for i_n in tl.range(middle, high, BLOCK_N,", "for i_n in tl.range(middle, middle, BLOCK_N,")
     ),
     "last block dropped": fault(
-        "plain", ("for i_n in range(middle, high, BLOCK_N)", "for i_n in range(middle, high - BLOCK_N, BLOCK_N)")
+        "plain", ("for i_n in tl.range(middle, high, BLOCK_N,", "for i_n in tl.range(middle, high - BLOCK_N, BLOCK_N,")
     ),
     "positions not clamped": fault("plain", ("at = tl.minimum(tl.maximum(o_n, low), high - 1)", "at = o_n")),
     "last tile not launched": fault("plain", ("num_tokens // tokens + batch + 1, 1)", "num_tokens // tokens + 1, 1)")),
@@ -264,7 +280,7 @@ EXTEND_FAULTS = {
     "components behind head_dim read": fault(
         "odd head_dim",
         ("mask=(o_d < DIM)[None, :], other=0.0", "mask=(o_d < BLOCK_D)[None, :], other=0.0"),
-        helper="_paged",
+        helper="_rows",
     ),
 }
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from kvarena.kernels import reference
+from kvarena.kernels import _host, reference
 from kvarena.kernels.copy import copy_pages, gather_pages, scatter_pages
 from kvarena.kernels.pool import LAYOUTS, KVPool
 from support.attention import CUDA, DEVICE
@@ -110,8 +110,13 @@ def test_random_lists_equal_the_reference() -> None:
 @pytest.mark.skipif(not CUDA, reason="host and device are one without a GPU")
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("num_pages", [1, 100, 3000])
-def test_pages_go_to_host_memory_and_back(num_pages: int, pinned: bool) -> None:
-    """3,000 pages are 96 MB: several pieces on the way."""
+@pytest.mark.parametrize("pieces", ["one", "several"])
+def test_pages_go_to_host_memory_and_back(
+    num_pages: int, pinned: bool, pieces: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if pieces == "several":
+        monkeypatch.setattr(_host, "ONE_PIECE", 0)
+        monkeypatch.setattr(_host, "STAGE_BYTES", 16 * 2**20)
     pool = KVPool(2, 3000, 16, 4, 64, dtype=torch.float16, device=DEVICE)
     for storage in pool._storage:
         storage.normal_()
@@ -125,6 +130,13 @@ def test_pages_go_to_host_memory_and_back(num_pages: int, pinned: bool) -> None:
     scatter_pages(host, pool.layers, ids)
     assert torch.equal(gather_pages(pool.layers, ids), want)
     assert (pool.key(0)[0] == 0).all()
+
+
+@pytest.mark.parametrize("num_pages", [1, 2, 127, 128, 129, 3000])
+def test_pieces_cover_every_row_once(num_pages: int) -> None:
+    pieces = _host._pieces(num_pages, 32_768)
+    assert [row for piece in pieces for row in range(piece.start, piece.stop)] == list(range(num_pages))
+    assert all(0 < piece.stop - piece.start <= _host.STAGE_BYTES // 32_768 for piece in pieces)
 
 
 BAD_COPIES = [
