@@ -211,7 +211,7 @@ def _far_checks() -> Iterator[_Check]:
         for kind in ("block_table", "req_to_token"):
             yield (
                 {"check": "far", "what": "attention", "page": page, "table": kind},
-                (lambda p=page, k=kind: _far_attention(p, k)),
+                partial(_far_attention, page, kind),
             )
         yield {"check": "far", "what": "store, slots, copies", "page": page}, partial(_far_writes, page)
 
