@@ -47,15 +47,21 @@ def ladder(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any config field; repeatable.")
     ] = None,
-    show: Annotated[Path | None, typer.Option(help="Print a finished ladder instead.")] = None,
+    show: Annotated[
+        Path | None, typer.Option(help="Print a finished ladder instead; with --out, draw its figures there.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """Walk from one design to another and say what each field does: all subsets, exact shares, interactions."""
     from kvarena.experiments.ladder import ladder as run_ladder
     from kvarena.experiments.ladder import load_ladder, read_base
+    from kvarena.experiments.ladder_plots import write_figures
 
     if show is not None:
-        _print(load_ladder(show))
+        finished = load_ladder(show)
+        if out is not None:
+            write_figures(finished, out)
+        _print(finished)
         return
     if what is None or out is None:
         raise ValueError("ladder: expected a trace or a config, and --out; or --show with a finished ladder")
@@ -79,19 +85,35 @@ def ladder(
 
 
 def ablations(
-    what: Annotated[str, typer.Argument(metavar="TRACE|CONFIG.toml", help="A trace, or a config of compare.")],
-    out: Annotated[Path, typer.Option(help="Folder for tables and figure.")],
+    what: Annotated[
+        str | None, typer.Argument(metavar="[TRACE|CONFIG.toml]", help="A trace, or a config of compare.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for tables and figure.")] = None,
     pool: Annotated[list[str] | None, typer.Option(help="Pool size; repeatable. Default 10 %, 30 % and 100 %.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any config field; repeatable.")
+    ] = None,
+    show: Annotated[
+        Path | None, typer.Option(help="Print finished ablations instead; with --out, draw their figure there.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """With and without the rules for which reasons are usually given: what they do to hits, tables and time."""
     from kvarena.experiments.ladder import read_base
     from kvarena.experiments.ladder_ablations import ablations as run_ablations
+    from kvarena.experiments.ladder_ablations import load_ablations
+    from kvarena.experiments.ladder_plots import write_ablations
     from kvarena.experiments.ladder_tables import ablation_tables
 
+    if show is not None:
+        made = load_ablations(show)
+        if out is not None:
+            write_ablations(made, out)
+        for table in ablation_tables(made):
+            _print(table)
+        return
+    if what is None or out is None:
+        raise ValueError("ablations: expected a trace or a config, and --out; or --show with finished ablations")
     base, _ = read_base(what)
     chosen = {"pool": {"pool": ["10 %", "30 %", "100 %"]}, **base}
     if pool:
