@@ -47,6 +47,10 @@ class AdapterMachine(RuleBasedStateMachine):
         self.count = 0
         self.width = width
         self.size = page_size
+        for tokens in ([0], [1], [1, 1], [1, 0, 1]):
+            self.admit(tokens, 4, False)
+        self._release(self.live[0], Release.FINISH)
+        self.admit([0, 1], 4, False)  # in the first row again: rows are no longer in order of arrival
 
     def _adapter(self, kind: Any, width: int) -> Any:
         options = {"max_requests": MAX_REQUESTS, "max_tokens": width, "max_batch_tokens": MAX_BATCH_TOKENS}
@@ -150,6 +154,20 @@ class AdapterMachine(RuleBasedStateMachine):
         self._release(seq, reason)
         if reason is Release.PREEMPT:
             self.away.append(seq)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def leave_and_return(self, data: st.DataObject) -> None:
+        """Some are preempted and admitted again, into each other's rows; the same list is batched before and after."""
+        members = list(self.live)
+        self._compare(members, [0] * len(members), len(members), 0)
+        for seq in data.draw(st.permutations(members)):
+            self._release(seq, Release.PREEMPT)
+        for seq in members:
+            seq.resume()
+            self._admit(seq, 8, False)
+        members = [seq for seq in members if seq in self.live]
+        self._compare(members, [0] * len(members), len(members), 0)
 
     @precondition(lambda self: self.live)
     @rule(index=INDEX)
@@ -273,6 +291,9 @@ class AdapterMachine(RuleBasedStateMachine):
             for seq in members:
                 fresh.add(seq)
             self._expect(told, members, new, size, tokens)
+            more = min(tokens + 4, MAX_BATCH_TOKENS)
+            padded = adapter.batch(seqs, new, pad_requests=MAX_REQUESTS, pad_tokens=more)
+            self._expect(padded, members, new, MAX_REQUESTS, more)
             self._expect(fresh.batch(members, new, pad_requests=size, pad_tokens=tokens), members, new, size, tokens)
 
     def _expect(self, told: Batch, seqs: list[Sequence], new: list[int], size: int, tokens: int) -> None:
