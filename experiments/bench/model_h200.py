@@ -62,7 +62,8 @@ def run_linear(options: argparse.Namespace) -> dict[str, Any]:
 
 def run_steps(options: argparse.Namespace) -> dict[str, Any]:
     """Every validation workload over every design."""
-    setup, rows = _setup(options), []
+    setup = _setup(options)
+    rows: list[dict[str, Any]] = []
     for name, load in model_steps.LOADS.items():
         for design in model_steps.ALLOCATORS:
             start, before = time.perf_counter(), len(rows)
@@ -84,7 +85,7 @@ def run_capacity(options: argparse.Namespace) -> dict[str, Any]:
     card = model_capacity.profile(model, options.device, 8192)
     if options.device == "cpu":
         cells = capacity_plan(
-            {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "dtype": "float32"},  # type: ignore[arg-type]
+            {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "dtype": "float32"},
             on=small_card("CPU", 6),
             panels=["equal"],
             loads=["chat", "shared"],

@@ -132,7 +132,7 @@ def _arrivals(load: StepLoad, setup: Setup, outputs: HiddenOutputs) -> Iterator[
         tokens = min(max(traced.num_output_tokens, 1), setup.max_output)
         name = f"{index}-{traced.request_id}"
         named = traced.output_ids is not None and len(traced.output_ids) >= tokens
-        outputs.add(name, traced.output_ids[:tokens] if named else unnamed.take(tokens))  # type: ignore[index]
+        outputs.add(name, traced.output_ids[:tokens] if named else unnamed.take(tokens))  # type: ignore[arg-type, index]
         yield make_request(name, traced.prompt_ids(), tokens, namespace=traced.namespace)
 
 

@@ -125,7 +125,10 @@ class ModelExecutor:
 
     def _sample(self, plan: StepPlan, hidden: Tensor) -> _Launched:
         """The best tokens of each sampling entry, and of each position of its drafts."""
-        places, rows, last, end, ranks = [], [], [], 0, 2
+        places: list[int] = []  # in the flat batch
+        rows: list[int] = []  # of the page table
+        last: list[int] = []  # each entry's own, among the places
+        end, ranks = 0, 2
         for entry in plan.batch:
             end += entry.num_new
             if entry.samples:

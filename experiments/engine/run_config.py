@@ -57,6 +57,11 @@ class RunEngineConfig(_Section):
     """The engine of a run. The scheduler's limits and options are those of `SchedulerConfig`.
 
     executor        "simulated": a step-time model in place of a GPU
+    clock           "feedback": a hit saves time, which decides who is admitted when; "fixed": one recorded schedule of
+                    admissions and releases, so that the allocator alone differs; "both": the run of "feedback", with
+                    the hits of "fixed" beside it
+    schedule        folder of a finished run whose schedule the fixed clock replays; None: a neutral one (the same
+                    scheduler over a pool of the same bytes that shares and keeps nothing)
     host            whose allocator time the host takes: "ours", or a recorded table
     host_base_us    the rest of a step's host time, microseconds
     step_times      JSON file of GPU coefficients; None: the checkout's calibration, else defaults that say so
@@ -89,6 +94,8 @@ class RunEngineConfig(_Section):
     adaptive_cap: bool = False
     conservativeness: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     executor: Literal["simulated"] = "simulated"
+    clock: Literal["feedback", "fixed", "both"] = "feedback"
+    schedule: StrictStr | None = None
     host: Literal["ours", "none", "ours-block", "ours-token", "vllm", "sglang"] = "ours"
     host_base_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     step_times: StrictStr | None = None
@@ -120,6 +127,8 @@ class RunEngineConfig(_Section):
     @model_validator(mode="after")
     def _schedulable(self) -> RunEngineConfig:
         config = self.scheduler_config()
+        if self.schedule is not None and self.clock == "feedback":
+            raise ValueError("schedule is replayed by clock 'fixed' or 'both', and clock is 'feedback'")
         if self.scheduler == "vllm" and config.max_num_batched_tokens < config.max_num_seqs:
             tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
             raise ValueError(f"max_num_batched_tokens {tokens} is less than max_num_seqs {seqs}")
@@ -127,7 +136,7 @@ class RunEngineConfig(_Section):
 
     def scheduler_config(self, page_bytes: int = 1) -> SchedulerConfig:
         """The part that the scheduler gets, for pages of so many bytes."""
-        sized = {
+        sized: dict[str, Any] = {
             name: 0 if size is None else parse_bytes(size) // page_bytes
             for name, size in (("host_pages", self.host_pool), ("host_cache_pages", self.host_cache))
         }
