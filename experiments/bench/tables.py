@@ -220,8 +220,16 @@ def _memory_targets(whole: Mapping[str, Any]) -> list[Target]:
     for row in rows_of(whole, op="slot_mapping"):
         found.append(_at_most(f"slot mapping {row['point']} {row['table']}: us", 5, row["us"]))
     for row in rows_of(whole, op="host"):
-        limit = {"decode_split": 70, "adapter": 60}.get(row["what"], 30)
-        found.append(_at_most(f"host time of {row['what']}: us", limit, row["us"]))
+        adapter = row["what"].startswith("adapter")
+        if row["what"] == "adapter_prefill":
+            continue  # nothing is asked of it
+        limit = 60 if adapter else {"decode_split": 70}.get(row["what"], 30)
+        where = f", {row['table']} page {row['page']}" if "table" in row else ""
+        found.append(_at_most(f"host time of {row['what']}{where}: us", limit, row["us"]))
+    for row in rows_of(whole, op="adapter"):
+        if row["what"] != "gather":
+            name = f"adapter's {row['what']} step, {row['table']} page {row['page']}: us"
+            found.append(_at_most(name, 5, row["us"]))
     return found
 
 

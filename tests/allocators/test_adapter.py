@@ -442,3 +442,32 @@ def test_an_allocator_from_outside_needs_nothing_special(kind):
     pool = StackAllocator(num_pages=NUM_PAGES, page_size=5)
     adapter = kind(pool, max_requests=MAX_LIVE, max_tokens=NUM_PAGES * 5, slots_by="torch")
     RandomOps(pool, 1, [adapter]).run(80)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned copies and streams need a CUDA device")
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_on_a_card_steps_never_wait_for_the_device_and_buffers_are_right(page_size, kind):
+    pool = make_allocator({"kind": "token", "page_size": page_size}, num_pages=4096 // page_size)
+    adapter = kind(pool, max_requests=8, max_tokens=1024, device="cuda")
+    seqs = [Sequence(f"r{i}", [i] * (40 + i)) for i in range(6)]
+    for seq in seqs:
+        admitted(pool, adapter, seq)
+    steps = pool.decode_batch(seqs)
+    slots = []
+    for number in range(40):
+        adapter.update_step(steps.reserve())
+        if number > 1:  # the first steps compile
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            batch = adapter.batch(seqs, [1] * 6, pad_requests=8, pad_tokens=8)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        slots.append((batch.slot_mapping.clone(), [pool.page_ids(seq) for seq in seqs], 40 + number))
+        steps.commit()
+    adapter.check(seqs)
+    for found, pages, first in slots:
+        positions = [first + i for i in range(6)]
+        owned = [row[p // page_size] * page_size + p % page_size for row, p in zip(pages, positions, strict=True)]
+        assert found.tolist() == [*owned, -1, -1]
