@@ -15,10 +15,14 @@ if TYPE_CHECKING:
 
 
 def fits(allocator: BlockAllocator, row: Row, gate: Gate) -> bool:
-    """Does the prompt behind a pin fit, with its hits held? O(hits)."""
-    idle, queued, num_tokens = allocator._store.num_idle([row]), allocator._store.queued, row.seq.num_prefill_tokens
+    """Does the prompt behind a pin fit, with its hits held? O(hits) where room is scarce, else O(1)."""
+    queued, num_tokens = allocator._store.queued, row.seq.num_prefill_tokens
+    num_pages = -(-num_tokens // allocator.page_size)
+    if gate.page_rounded and num_pages + gate.headroom < queued:  # it would even if no hit were held already
+        return True
+    idle = allocator._store.num_idle([row])
     if gate.page_rounded:
-        need = -(-num_tokens // allocator.page_size) - row.adopted + idle
+        need = num_pages - row.adopted + idle
         if allocator._window is not None:
             need = min(need, allocator._window.admission_cap(gate, need))
         need, room = need + gate.headroom, queued
@@ -34,6 +38,9 @@ def num_served(allocator: BlockAllocator, work: list[Plan]) -> int:
     """How many plans fit, in order. Counts the pages that pins hold and that windows free on the way."""
     room = allocator._store.queued
     unheld = [row for row in allocator._pins.values() if not row.held] if allocator._pins else []
+    asked = sum([plan.take + (0 if plan.row.held else plan.row.headroom) for plan in work])
+    if asked + sum([len(row.pages) for row in unheld]) <= room:
+        return len(work)
     if unheld:
         room -= allocator._store.num_idle(unheld)
     dropped: dict[int, int] = {}

@@ -19,7 +19,6 @@ from typing import Any
 from kvarena.prefix.page_text import TOKEN_BYTES, HashFn, PageText, encode, resolve_hash
 
 Key = Hashable  # bytes or int: a page hash. int or (scope, int): an id that a trace gave
-FIRST_LOOK = 64  # pages looked up at once; doubled while all of them are cached
 
 
 class PageChain:
@@ -64,10 +63,10 @@ class PageChain:
 
     def extend_given(self, ids: array[int], num_pages: int) -> None:
         """As `extend`, with prefix-chained ids that a trace gave in place of hashes."""
-        new: Iterable[Key] = ids[len(self.keys) : num_pages]
-        if self.text.namespace is not None:
-            new = [(self.text.scope, page_id) for page_id in ids[len(self.keys) : num_pages]]
-        self.keys.extend(new)
+        known = len(self.keys)
+        if known < num_pages:
+            new = ids[known:num_pages]
+            self.keys += new if self.text.namespace is None else [(self.text.scope, page_id) for page_id in new]
 
 
 class HashChainIndex:
@@ -111,15 +110,12 @@ class HashChainIndex:
         return self._match_through_collisions(chain, limit)
 
     def _look_up(self, keys: list[Key]) -> list[int]:
-        """The earliest inserted page under each key, up to the first key without one. Costs little beyond the hits."""
+        """The earliest inserted page under each key, up to the first key without one."""
         found: list[int] = []
-        size = FIRST_LOOK
-        while len(found) < len(keys):
-            pages = list(map(self._first.get, keys[len(found) : len(found) + size]))
-            if None in pages:
-                return found + pages[: pages.index(None)]  # type: ignore[operator]
-            found += pages  # type: ignore[arg-type]
-            size *= 2
+        for page in map(self._first.get, keys):
+            if page is None:
+                break
+            found.append(page)
         return found
 
     def _confirmed(self, text: PageText, pages: list[int]) -> bool:
