@@ -27,10 +27,11 @@ from kvarena.allocators.interface import AllocatorError
 from kvarena.experiments.config import SCHEMA_VERSION, ConfigError, apply_sets, config_from_mapping
 from kvarena.experiments.ladder_plan import LOWER_FAST, UPPER_FAST, UPPER_WHOLE, LadderPlan, plan_ladder
 from kvarena.experiments.loading import Workload, load_workloads
+from kvarena.experiments.pools import plan as plan_pools
 from kvarena.experiments.pools import pool_sizes
 from kvarena.experiments.provenance import provenance
 from kvarena.experiments.shapley import apportion, interaction, marginals, shapley
-from kvarena.experiments.specs import display_label
+from kvarena.experiments.specs import allocator_entry, display_label
 from kvarena.experiments.sweep import SweepResult, sweep, write_whole
 from kvarena.experiments.sweep_plan import kind_of
 
@@ -165,22 +166,15 @@ def _resolve(
         workloads = load_workloads(config)
     if not workloads[0].trace.visible.reuse:
         raise ValueError(f"{workloads[0].trace.name} has lengths only: nothing that a design does to hits can show")
-    if workloads[0].tokens_per_id == 1:
-        sizes = pool_sizes(config, workloads, config.entries())
-    else:  # where ids are tokens, both designs get an id a page
-        ids = [{**_table(spec), "page_size": 1} for spec in (lower, upper)]
-        config = config_from_mapping(
-            {**sizing, "engine": engine, "allocators": [{**t, "name": n} for t, n in zip(ids, "ab", strict=True)]}
-        )
-        sizes = pool_sizes(config, workloads, config.entries())
+    if workloads[0].tokens_per_id > 1:  # where ids are tokens, both designs get an id a page
+        specs = (("lower", lower), ("upper", upper))
+        ends = [{**allocator_entry(spec).as_toml(), "page_size": 1, "name": name} for name, spec in specs]
+        config = config_from_mapping({**sizing, "engine": engine, "allocators": ends})
+    sizes = pool_sizes(config, workloads, config.entries())
+    if kind_of(base) == "compare":
+        plan_pools(config, workloads, config.entries())  # says at once if a request fits no pool
     resolved["pool"]["pool"] = [f"{size} B" for size in sizes]
     return resolved, workloads
-
-
-def _table(spec: Any) -> dict[str, Any]:
-    from kvarena.experiments.specs import allocator_entry
-
-    return allocator_entry(spec).as_toml()
 
 
 # --- counting ---

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 LADDER_EXAMPLES = """Examples:\n
-kvarena ladder chat --set num_sessions=20 --out out/ladder\n
+kvarena ladder chat --set options.num_sessions=20 --out out/ladder\n
 kvarena ladder chat --pool '20 %' --live 8 --outputs replay --out out/overlap\n
 kvarena ladder my-run.toml --rung result_lag=0:1 --rung order=fcfs:lpm --out out/engine\n
 kvarena ladder --show out/ladder"""
