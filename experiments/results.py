@@ -367,7 +367,7 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read as a result ({error})") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: expected an object, found {type(data).__name__}")

@@ -96,7 +96,7 @@ def open_sweep(path: Path | str) -> SweepResult:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         keys = {_key_of(cell) for cell in index["cells"]}
         failures = {key: json.loads(_failed(folder, key).read_text()) for key in keys if _failed(folder, key).is_file()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder / INDEX}: cannot be read as a sweep ({error})") from None
     if index.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{folder / INDEX}: schema_version: expected {SCHEMA_VERSION}")

@@ -101,6 +101,8 @@ class TextFile:
     def _decode(self, number: int, raw: bytes) -> str:
         if number == 1:
             raw = raw.removeprefix(_UTF8_MARK)
+            if raw.startswith(_UTF8_MARK):  # glued to the first name, it would hide that column
+                raise ValueError(f"{self.path}:1: expected at most one byte-order mark, found two")
         try:
             return raw.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:

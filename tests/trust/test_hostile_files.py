@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from kvarena.experiments import report
 from kvarena.experiments.compare import compare
 from kvarena.experiments.config import load_config
 from kvarena.experiments.results import load_result
@@ -26,6 +27,7 @@ from kvarena.experiments.traces import load_trace
 from kvarena.experiments.traces.lines import MAX_LINE_BYTES, MAX_RATIO
 from support import hostile
 from support.readers import readers
+from support.requests import request, trace
 from support.small import shared
 
 READERS = readers()
@@ -47,11 +49,11 @@ def test_cut_flipped_or_spliced_anywhere_a_file_is_read_or_is_one_error(tmp_path
     data = reader.files[reader.main]
     few = name in CONFIGS
     # Trace files are cut at each byte in test_traces_damage; here a sample does.
-    step = max(len(data) // (20 if few else 60), 1)
+    step = max(len(data) // (8 if few else 30), 1)
     for damaged in [
         *list(hostile.cuts(data))[::step],
-        *hostile.flips(data, 1, 15 if few else 60),
-        *hostile.mixed(data, 2, 15 if few else 60),
+        *hostile.flips(data, 1, 6 if few else 30),
+        *hostile.mixed(data, 2, 6 if few else 30),
     ]:
         reader.outcome(tmp_path, damaged)
 
@@ -62,8 +64,8 @@ def test_a_wrong_missing_or_doubled_value_in_any_place_is_read_or_is_one_error(t
     cases = list(hostile.wrong_fields(reader.rows))
     errors = 0
     for place, (what, content) in enumerate(cases):
-        if place % 3 and len(cases) > 400:
-            continue  # a third of many is enough for every run; `make fuzz` takes them all
+        if place % 5 and len(cases) > 400:
+            continue  # a fifth of many is enough for every run; `make fuzz` takes them all
         found = reader.outcome(tmp_path, content)
         errors += isinstance(found, str)
         if isinstance(found, str):
@@ -72,7 +74,7 @@ def test_a_wrong_missing_or_doubled_value_in_any_place_is_read_or_is_one_error(t
             pytest.fail(f"{what} was read")
         if isinstance(found, tuple):
             assert_sane(found[0])
-    assert errors > 100
+    assert errors > 50
 
 
 def assert_sane(rows: list[tuple[str, float, int, int]]) -> None:
@@ -125,11 +127,11 @@ def test_an_error_in_a_line_names_the_line(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["mooncake", "scenario", "sched scenario", "azure"])
 def test_a_bomb_is_refused_within_a_stated_memory(tmp_path, name):
-    """512 MiB of one line in half a MiB of gzip. Stated: a line's limit, and as much again while it is put together."""
+    """256 MiB of one line in a quarter MiB. Stated: a line's limit, and as much again while it is put together."""
     reader = READERS[name]
     path = tmp_path / f"{reader.main}.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
-        for _ in range(512):
+        for _ in range(256):
             file.write(b"[" * 2**20)
     tracemalloc.start()
     with pytest.raises(ValueError, match=rf"{path.name}:1: expected (a line of at most|gzip data that unpacks)"):
@@ -142,8 +144,8 @@ def test_a_bomb_is_refused_within_a_stated_memory(tmp_path, name):
 def test_a_bomb_of_many_lines_is_refused_by_its_ratio(tmp_path):
     path = tmp_path / "t.jsonl.gz"
     with gzip.open(path, "wb", compresslevel=9) as file:
-        for _ in range(100):
-            file.write(b" \n" * 2**19)
+        for _ in range(200):
+            file.write((b" " * 1023 + b"\n") * 2**10)
     assert path.stat().st_size * MAX_RATIO < 100 * 2**20
     with pytest.raises(
         ValueError, match=rf"t\.jsonl\.gz:\d+: expected gzip data that unpacks to at most {MAX_RATIO} times"
@@ -211,7 +213,10 @@ def is_error(read: Callable[[], object], named: str) -> bool:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return shared().save(tmp_path_factory.mktemp("hostile") / "out")
+    out = tmp_path_factory.mktemp("hostile") / "out"
+    out.mkdir()
+    shared()._write_tables(out)
+    return out
 
 
 @pytest.mark.parametrize(
@@ -220,13 +225,13 @@ def folder(tmp_path_factory):
 def test_a_result_with_any_file_damaged_is_read_or_is_one_error(folder, tmp_path, name):
     out = shutil.copytree(folder, tmp_path / "out", ignore=shutil.ignore_patterns("*.svg", "*.pdf", "*.png"))
     data = (folder / name).read_bytes()
-    damaged = [*list(hostile.cuts(data))[:: max(len(data) // 12, 1)], *hostile.flips(data, 3, 25)]
-    damaged += [*hostile.mixed(data, 4, 15), b"", b"\x00" * 99, b"[" * 5000, b'{"a":' * 5000, b"{}", b"null", b"1e309"]
+    damaged = [*list(hostile.cuts(data))[:: max(len(data) // 5, 1)], *hostile.flips(data, 3, 8)]
+    damaged += [*hostile.mixed(data, 4, 4), b"", b"\x00" * 99, b"[" * 5000, b'{"a":' * 5000, b"{}", b"null", b"1e309"]
     errors = 0
     for content in damaged:
         (out / name).write_bytes(content)
         errors += is_error(lambda: load_result(out), "out")
-    assert errors > 10
+    assert errors > 8
 
 
 def test_a_sweep_index_that_is_damaged_is_read_or_is_one_error(tmp_path):
@@ -238,21 +243,21 @@ def test_a_sweep_index_that_is_damaged_is_read_or_is_one_error(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../evil", "/etc/evil", "a/../../evil", "..", "figures/../../evil", "a\x00b", "\n"])
-def test_names_from_files_never_become_paths(folder, tmp_path, name):
-    """Allocator names, ids and trace names go into tables and figures, and no file is written outside of the folder."""
-    from kvarena.experiments.report import plot_folder
-    from support.requests import request, trace
-
+def test_names_from_files_never_become_paths(tmp_path, monkeypatch, name):
+    """Allocator names, ids and trace names go into tables, and no file is written outside of the folder."""
+    monkeypatch.setattr(report, "write_figures", lambda *args: [])
+    monkeypatch.setattr(report, "write_report", lambda *args: None)
     result = compare(trace([request(name, range(40))], name=name), pool="1 GiB", kernel_batches=0)
     before = set(tmp_path.rglob("*"))
     result.save(tmp_path / "out")
-    plot_folder(result, tmp_path / "plots")
     written = set(tmp_path.rglob("*")) - before
-    assert all(path.is_relative_to(tmp_path / "out") or path.is_relative_to(tmp_path / "plots") for path in written)
+    assert all(path.is_relative_to(tmp_path / "out") for path in written)
     assert not (tmp_path.parent / "evil").exists()
 
 
-def test_a_result_whose_manifest_names_foreign_paths_writes_inside_its_folder(folder, tmp_path):
+def test_a_result_whose_manifest_names_foreign_paths_writes_inside_its_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "write_figures", lambda *args: [])
+    monkeypatch.setattr(report, "write_report", lambda *args: None)
     out = shutil.copytree(folder, tmp_path / "in" / "out")
     manifest = json.loads((out / "result.json").read_text())
     manifest["trace"] = "../../../outside"
@@ -327,12 +332,11 @@ def test_a_config_cannot_name_a_class(tmp_path, value):
 
 
 def test_ids_with_control_characters_and_markup_stay_text_in_every_output(tmp_path):
-    from support.requests import request, trace
-
-    name = "\x1b]0;evil\x07<script>alert(1)</script>\u202e"
+    name = "../\x1b]0;evil\x07<script>alert(1)</script>\u202e"
     result = compare(trace([request(name, range(40)), request(name + "2", range(40))], name=name), pool="1 GiB",
                      kernel_batches=0)  # fmt: skip
     out = result.save(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
     page = (out / "report.html").read_text()
     assert "<script>" not in page
     assert not set(page) & {"\x1b", "\x07", "\u202e"}
