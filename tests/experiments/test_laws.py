@@ -1,0 +1,87 @@
+"""Laws: closed forms against both designs, and a wrong closed form noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib as mpl
+import pandas as pd
+import pytest
+from kvarena.experiments import laws
+from kvarena.experiments.laws import Law
+from support.commands import invoke
+
+mpl.use("Agg")
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Law]:
+    return laws.laws("chat", requests=400, pages=(1, 16, 64))
+
+
+def _of(found: list[Law], law: str) -> list[Law]:
+    return [one for one in found if one.law == law]
+
+
+def test_rounding_and_tails_are_as_predicted(found: list[Law]) -> None:
+    for one in [*_of(found, "rounding"), *_of(found, "tail waste")]:
+        off = abs(one.measured - one.predicted)
+        assert one.holds or (one.law == "rounding" and one.x == "64" and off < 0.2 * one.predicted and one.why), one
+    assert {one.measured for one in _of(found, "rounding") if one.x == "1"} == {0.0}
+
+
+def test_both_designs_round_alike_where_everything_fits(found: list[Law]) -> None:
+    by_size: dict[str, set[float]] = {}
+    for one in _of(found, "rounding"):
+        by_size.setdefault(one.x, set()).add(round(one.measured, 12))
+    assert all(len(values) == 1 for values in by_size.values())
+
+
+def test_the_residual_of_rounding_is_few_lengths(found: list[Law]) -> None:
+    rows = _of(found, "remainder, each length once")
+    assert rows
+    assert all(one.holds for one in rows), rows
+
+
+def test_tables_gains_and_capacity_are_exact_or_within_one(found: list[Law]) -> None:
+    for law in ("table bytes", "prefill gain", "capacity"):
+        rows = _of(found, law)
+        assert rows
+        assert all(one.holds for one in rows), rows
+    gains = {one.x: one.measured for one in _of(found, "prefill gain") if one.kind == "block"}
+    assert gains["64"] == pytest.approx(64 * 2176 / (2048 + 64 * 128))
+
+
+@pytest.mark.parametrize("law", ["rounding", "tail waste", "table bytes", "prefill gain", "capacity"])
+def test_a_closed_form_that_is_twice_too_large_does_not_hold(found: list[Law], law: str) -> None:
+    wrong = [replace(one, predicted=2 * one.predicted) for one in _of(found, law) if one.predicted > 1]
+    assert wrong
+    assert not any(one.holds for one in wrong)
+
+
+def test_prefixes_that_end_inside_a_page_gain_less() -> None:
+    assert laws.prefill_gain(2039, 128, 8, 16) < laws.prefill_gain(2039, 128, 8, 1)
+    assert laws.prefill_gain(2039, 128, 8, 4096) == 1.0
+
+
+def test_break_even_is_nowhere_when_a_look_up_costs_more_a_token() -> None:
+    assert laws.break_even_tokens(1.0, 2.0, 2.0) == float("inf")
+    assert laws.break_even_tokens(0.0, 0.0, 2.0) == 0.0
+
+
+def test_break_even_lies_within_a_page_or_a_few(found: list[Law]) -> None:
+    for one in _of(found, "break-even"):
+        assert 1 <= one.measured <= 4096, one
+        assert one.kind != "block" or one.measured % 16 == 0
+
+
+def test_the_command_writes_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: list[Law]) -> None:
+    monkeypatch.setattr(laws, "laws", lambda workload, requests: found)
+    shown = invoke("laws", "--out", tmp_path / "l.csv", "--figure", tmp_path / "l.png")
+    assert "prefill gain" in shown.stdout
+    table = pd.read_csv(tmp_path / "l.csv")
+    assert len(table) == len(found)
+    assert (tmp_path / "l.png").stat().st_size > 20_000
+    with pytest.raises(ValueError, match="--out: expected a file"):
+        invoke("laws", "--out", tmp_path / "l.txt")
