@@ -124,9 +124,7 @@ class BlockAllocator(KVAllocator):
             if row is not None and row.seq is seq and type(n) is int and 0 < n <= row.settled - seq.num_computed_tokens:
                 answers.append(row.no_change or row.nothing_new())
                 continue
-            plan = self._plan(seq, n, len(answers))
-            plan.row.leave_batch()
-            work.append(plan)
+            work.append(self._plan(seq, n, len(answers)))
             answers.append(NO_ANSWER)
         return self._serve_all(work, answers) if work else answers
 

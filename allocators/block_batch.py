@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 class BlockDecodeBatch(DecodeBatch):
     """Decides as `BlockAllocator.reserve` for a list of decodes.
 
-    `stale` is set by the allocator when another verb touches a member; the next step then binds the rows anew.
+    `stale` is set by the allocator when another verb makes a member due sooner (commit, fork, a write that is made
+    ready) or ends it; the next step then binds the rows anew. A `reserve` beside the batch only makes it due later,
+    and whoever is served too early is told that nothing is new.
     """
 
     allocator: BlockAllocator

@@ -72,9 +72,17 @@ class Twin:
                 self.append(names)
             if rng.random() < 0.2:  # another verb touches a member: the batch has to notice
                 name = rng.choice(names)
+                written = rng.randrange(4)
                 for allocator, live in zip(self.sides, self.live, strict=True):
-                    allocator.extend(live[name], 3)
+                    self.write_beside(allocator, live[name], written)
         self.compare()
+
+    def write_beside(self, allocator: KVAllocator, seq: Sequence, written: int) -> None:
+        """Three slots more, of which some are written at once."""
+        if allocator.extend(seq, 3) is not None and written:
+            for _ in range(seq.num_computed_tokens + written - seq.num_tokens):
+                seq.append(7)
+            allocator.commit([(seq, seq.num_computed_tokens + written)])
 
     def append(self, names: list[str]) -> None:
         for live in self.live:
@@ -201,3 +209,37 @@ def test_a_member_in_two_batches_keeps_its_row_whole(kind: str) -> None:
             allocator.check()
     assert [seq.num_computed_tokens for seq in seqs] == [22, 22]
     assert [len(allocator.page_ids(seq)) for seq in seqs] == [6, 6]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_batch_writes_into_no_page_that_a_fork_shares(own: bool) -> None:
+    allocator: Any = make(20, page_size=4, kind="block")
+    parent, child = Sequence("p", range(6)), Sequence("c", range(6))
+    prefill(allocator, parent)
+    assert allocator.fork(parent, child) is not None
+    child.append(6)
+    batch = allocator.decode_batch([child]) if own else DecodeBatch(allocator, [child])
+    assert batch.reserve() is not None
+    with pytest.raises(ValueError, match="call prepare_write before"):
+        batch.commit()
+    assert allocator.prepare_write(child, 6, 7)
+    batch.commit()
+    assert child.num_computed_tokens == 7
+    allocator.check()
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("form", ["hashed", "runs"])
+def test_a_scheduler_that_ran_ahead_of_its_results_may_go_on_in_a_batch(form: str, own: bool) -> None:
+    allocator = make(20, page_size=4, kind="block", form=form)
+    seq = Sequence("a", range(6))
+    prefill(allocator, seq)
+    assert allocator.extend(seq, 1) is not None
+    seq.num_computed_tokens += 1  # in flight
+    batch = allocator.decode_batch([seq]) if own else DecodeBatch(allocator, [seq])
+    assert batch.reserve() is not None
+    seq.append(6)
+    seq.append(7)
+    batch.commit()
+    allocator.check()
+    assert allocator.capacity().wasted_slots == 0
