@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 OUT ?= out/compare
 
-.PHONY: compare test setup lint typecheck
+.PHONY: compare test setup lint typecheck soak mutants fuzz
 
 setup: $(VENV)/.installed
 
@@ -40,3 +40,14 @@ paper-cpu: setup
 
 paper-gpu: setup
 	$(BIN)/kvarena paper --rerun gpu
+
+# Under load, faults and hostile input; each under 20 minutes on two cores, figures printed. CONTRIBUTING.md says more.
+soak: setup
+	$(BIN)/python tests/soak.py
+
+mutants: setup
+	$(BIN)/python tests/mutants/run.py
+
+fuzz: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
+	$(BIN)/python tests/fuzz/run.py
