@@ -93,13 +93,13 @@ def _adapter(owner: Any, table: str, max_requests: int) -> Any:
     return make(owner, max_requests=max_requests, max_tokens=MAX_TOKENS, slots_by="nobody")
 
 
-def adapter_steps(largest_batch: int = BATCHES[-1]) -> Iterator[tuple[str, str, int, int, Timed]]:
-    """(what, design, page size, requests, timed)."""
+def adapter_steps(largest_batch: int = BATCHES[-1]) -> Iterator[tuple[str, str, int, dict[int, Timed]]]:
+    """(what, design, page size, by requests)."""
     batches = [size for size in BATCHES if size <= largest_batch]
     for design, page_size, table in itertools.product(DESIGNS, PAGE_SIZES, TABLES):
-        for size in batches:
-            yield f"{table}, decode", design, page_size, size, decode_step(design, page_size, table, size)
-        yield f"{table}, prefill of 8,192", design, page_size, 1, prefill_step(design, page_size, table)
+        steps = {size: decode_step(design, page_size, table, size) for size in batches}
+        yield f"{table}, decode", design, page_size, steps
+        yield f"{table}, prefill of 8,192", design, page_size, {1: prefill_step(design, page_size, table)}
 
 
 def adapter_figure(rows: Iterable[dict[str, Any]]) -> Figure:
@@ -123,9 +123,10 @@ def adapter_figure(rows: Iterable[dict[str, Any]]) -> Figure:
                 label=f"{design}, {table}",
             )
         ax.set_xscale("log", base=2)
+        ax.set_xticks(BATCHES, [f"{size:,}" for size in BATCHES])
         ax.set_ylim(bottom=0)
         ax.set_title(f"page size {page_size}")
         ax.set_xlabel("requests in the decode step")
     panels[0][0].set_ylabel("CPU time of the host, µs a step")
-    panels[0][0].legend()
+    panels[0][0].legend(handlelength=3)
     return figure

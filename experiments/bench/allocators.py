@@ -22,7 +22,7 @@ import numpy as np
 from kvarena.experiments.bench import alloc_adapter, real_sglang, real_vllm
 from kvarena.experiments.bench import alloc_studies as studies
 from kvarena.experiments.bench.alloc_load import NUM_REQUESTS, Prompt, replay_prompts
-from kvarena.experiments.bench.alloc_ops import Op, block_ops, token_ops
+from kvarena.experiments.bench.alloc_ops import Op, Timed, block_ops, token_ops
 from kvarena.experiments.bench.alloc_recorded import MARKS, SOURCE, Mark
 from kvarena.experiments.provenance import code_version
 
@@ -238,11 +238,17 @@ def latency_rows(load: list[Prompt]) -> Iterator[Row]:
 def growth_rows(effort: Effort) -> Iterator[Row]:
     """The same operation in ever larger pools and trees; sizes take turns, so that a slow moment hits all of them."""
     for name, design, page_size, by_size in studies.growth(effort.largest):
-        for timed in by_size.values():
-            timed.sample()
-        turns = [[timed.sample() for timed in by_size.values()] for _ in range(effort.samples)]
-        for size, values in zip(by_size, zip(*turns, strict=True), strict=True):
-            yield row("growth", name, design, page_size, "us", list(values)) | {"size": size}
+        yield from _by_size("growth", name, design, page_size, by_size, effort.samples)
+
+
+def _by_size(
+    study: str, name: str, design: str, page_size: int, by_size: dict[int, Timed], samples: int
+) -> Iterator[Row]:
+    for timed in by_size.values():
+        timed.sample()
+    turns = [[timed.sample() for timed in by_size.values()] for _ in range(samples)]
+    for size, values in zip(by_size, zip(*turns, strict=True), strict=True):
+        yield row(study, name, design, page_size, "us", list(values)) | {"size": size}
 
 
 def memory_rows(effort: Effort) -> Iterator[Row]:
@@ -261,7 +267,5 @@ def adapter_rows(effort: Effort, say: Say) -> Iterator[Row]:
     if missing:
         say(missing)
         return
-    for name, design, page_size, size, timed in alloc_adapter.adapter_steps(effort.largest_batch):
-        timed.sample()
-        values = [timed.sample() for _ in range(effort.samples)]
-        yield row("adapter", name, design, page_size, "us", values) | {"size": size}
+    for name, design, page_size, by_size in alloc_adapter.adapter_steps(effort.largest_batch):
+        yield from _by_size("adapter", name, design, page_size, by_size, effort.samples)

@@ -37,6 +37,8 @@ class RealSGLang:
         self.cache = sglang_driver.SGLangCache(
             sglang, num_tokens, page_size, max_requests=max_requests, max_context=max_context
         )
+        if "Rust" not in self.cache.core:
+            raise ImportError(f"the tree core is {self.cache.core}, not the compiled one of a server")
 
     def admit(self, token_ids: array[int]) -> Any:
         """Match, lock, slots for the rest."""

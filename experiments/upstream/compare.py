@@ -106,13 +106,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Upstream:
-    """A real package, ready to be driven: its version, settings, and how to build both sides."""
+    """A real package, ready to be driven: its version, settings, and how to build both sides.
+
+    detail   which of its interchangeable parts runs, where there is a choice
+    """
 
     package: str
     version: str
     settings: list[Setting]
     theirs: Callable[[dict[str, Any]], Runner]
     kind: str
+    detail: str = ""
 
     def ours(self, setting: Setting) -> ScenarioRunner:
         rules = {name: setting.header[name] for name in ("admission", "need_sort") if name in setting.header}

@@ -29,7 +29,8 @@ def compare_all(package: str, path: Path | None, *, ops: int, seed: int, only: l
         names = ", ".join(repr(setting.name) for setting in upstream.settings)
         raise ValueError(f"--only: expected a part of {names}; found {', '.join(only)}")
     share = -(-ops // len(chosen))
-    print(f"{package} {upstream.version} against the decisions of {package} {VERSIONS[package]}", flush=True)
+    detail = f" ({upstream.detail})" if upstream.detail else ""
+    print(f"{package} {upstream.version}{detail} against the decisions of {package} {VERSIONS[package]}", flush=True)
     outcomes = []
     for setting in chosen:
         outcomes.append(compare(upstream, setting, share, seed))
@@ -55,6 +56,7 @@ def _whole(upstream: Upstream, outcomes: list[Outcome], seed: int) -> dict[str, 
         "schema_version": SCHEMA_VERSION,
         "package": upstream.package,
         "version": upstream.version,
+        "detail": upstream.detail,
         "kvarena": code_version(),
         "python": sys.version.split()[0],
         "seed": seed,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from array import array
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +108,7 @@ class SGLangCache:
             **core,
         )
         self.tree = sglang.UnifiedRadixCache(parameters)
+        self.core = type(self.tree.tree_core).__name__  # the Python one where the compiled one cannot be loaded
 
     def room(self) -> tuple[int, int]:
         """(free, evictable) pages."""
@@ -362,9 +364,12 @@ class RealSGLang:
 
 
 def upstream(root: Path | None) -> Upstream:
-    """SGLang, ready to be compared with our token design. ImportError: it is not there."""
+    """SGLang, ready to be compared with our token design. ImportError: it, or its compiled core, is not there."""
     sglang = load(root)
-    return Upstream("sglang", sglang.version, settings(), lambda header: RealSGLang(sglang, header), "token")
+    detail = ""
+    with suppress(TypeError, AttributeError):  # another version's calls; the comparison says which
+        detail = RealSGLang(sglang, _header(1, 8)).cache.core
+    return Upstream("sglang", sglang.version, settings(), lambda header: RealSGLang(sglang, header), "token", detail)
 
 
 def settings() -> list[Setting]:

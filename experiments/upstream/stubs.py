@@ -154,9 +154,8 @@ class Finder(importlib.abc.MetaPathFinder):
             return None
         file = self.root.joinpath(*name.split("."))
         if self.is_real(name):
-            found = importlib.machinery.PathFinder.find_spec(name, [str(file.parent)])
-            if found is not None:
-                return found
+            # Where it is missing, its importer hears of it: what decides has no stand-in.
+            return importlib.machinery.PathFinder.find_spec(name, [str(file.parent)])
         return self._stand_in(name, file if file.is_dir() else None)
 
     def _stand_in(self, name: str, folder: Path | None) -> importlib.machinery.ModuleSpec:

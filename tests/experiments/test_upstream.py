@@ -88,6 +88,13 @@ def test_real_modules_run_and_all_others_are_stand_ins(wheel: Path) -> None:
     install(finder(wheel))  # the same again changes nothing
 
 
+def test_what_decides_has_no_stand_in_where_it_is_missing(wheel: Path) -> None:
+    (wheel / "bigserver" / "core" / "pool.py").unlink()
+    install(finder(wheel))
+    with pytest.raises(ModuleNotFoundError, match=r"bigserver\.core\.pool"):
+        importlib.import_module("bigserver.core.pool")
+
+
 def test_a_stand_in_that_would_decide_something_raises(wheel: Path) -> None:
     install(finder(wheel))
     pool = importlib.import_module("bigserver.core.pool")
