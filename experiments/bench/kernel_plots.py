@@ -7,6 +7,7 @@ denominators (`paging_cost`): looking up, scatter, page size, and the best conti
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +29,8 @@ COLOURS = {
     "fa3": "#666666",
     "flashinfer": "#009E73",
     "sdpa-contiguous": "#E69F00",
+    "vllm-triton": "#CC79A7",
+    "sglang-triton": "#000000",
 }
 LABELS = {
     "kvarena-block_table": "ours, block_table",
@@ -37,7 +40,10 @@ LABELS = {
     "fa3": "FlashAttention-3",
     "flashinfer": "FlashInfer",
     "sdpa-contiguous": "SDPA (cuDNN), contiguous",
+    "vllm-triton": "vLLM, Triton",
+    "sglang-triton": "SGLang, Triton",
 }
+EXTEND_KERNELS = ("kvarena-gluon", "kvarena-triton", "fa3", "flashinfer", "vllm-triton", "sglang-triton")
 POINT_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000")
 
 
@@ -107,11 +113,11 @@ def ceiling_share(result: Result, ax: Axes | None = None, page: int = 16) -> Axe
 
 
 def extend_tflops(result: Result, ax: Axes | None = None, page: int = 16) -> Axes:
-    """Extend throughput at one page size, shape by shape: Gluon, plain Triton, FlashAttention-3."""
+    """Extend throughput at one page size, shape by shape: ours and the peers."""
     ax = _axes(ax)
     rows = rows_of(result, op="extend", study="grid", page=page)
     points = list(dict.fromkeys(r["point"] for r in rows))
-    kernels = [k for k in ("kvarena-gluon", "kvarena-triton", "fa3") if any(r["kernel"] == k for r in rows)]
+    kernels = [k for k in EXTEND_KERNELS if any(r["kernel"] == k for r in rows)]
     values = {k: {r["point"]: r["tflops"] for r in rows if r["kernel"] == k} for k in kernels}
     _bars(ax, points, values)
     ax.set_ylabel("TFLOP/s, causal")
@@ -168,6 +174,30 @@ def paging_cost(result: Result, ax: Axes | None = None) -> Axes:
     low, high = ax.get_ylim()
     ax.set_ylim(low, high + 0.75 * (high - low))
     ax.legend(loc="upper left")
+    return ax
+
+
+def recorded_layouts(result: Result, ax: Axes | None = None) -> Axes:
+    """Decode time on layouts recorded from aged pools, and on the same pages shuffled, over the same pages in order."""
+    ax = _axes(ax)
+    rows = rows_of(result, op="decode", study="recorded", kernel="kvarena-block_table")
+    batches = list(dict.fromkeys((r["point"], r["page"]) for r in rows if r["tokens"] > 10_000))
+    width = 0.8 / 2
+    for i, (placement, label) in enumerate((("recorded", "as the pool held them"), ("shuffled", "shuffled"))):
+        values = []
+        for point, page in batches:
+            at = {r["placement"]: r["us"] for r in rows if (r["point"], r["page"]) == (point, page)}
+            values.append(_percent(at[placement], at["in_order"]) if {placement, "in_order"} <= at.keys() else math.nan)
+        places = [x + (i - 0.5) * width for x in range(len(batches))]
+        ax.bar(places, values, width, color=POINT_COLOURS[i], label=label)
+    runs = {(r["point"], r["page"]): r["run_length"] for r in rows if r["placement"] == "recorded"}
+    names = [f"{point.split(':')[-1]}\nruns of {runs[point, page]:.1f}" for point, page in batches]
+    ax.axhline(0, color="#666666", linewidth=0.8)
+    ax.set_xticks(range(len(batches)), names)
+    ax.set_ylabel("decode time over in order [%]")
+    ax.set_xlabel("allocator and page size, mean run of neighbouring slots")
+    ax.set_title("Layouts recorded from aged pools")
+    ax.legend()
     return ax
 
 
@@ -229,6 +259,7 @@ FIGURES: dict[str, Callable[..., Axes]] = {
     "extend_tflops": extend_tflops,
     "scatter_cost": scatter_cost,
     "paging_cost": paging_cost,
+    "recorded_layouts": recorded_layouts,
 }
 
 

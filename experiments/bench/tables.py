@@ -120,10 +120,10 @@ def _shape_targets(whole: Mapping[str, Any]) -> list[Target]:
     found = []
     rows = [*rows_of(whole, op="decode", study="heads"), *rows_of(whole, op="decode", study="head_dim")]
     for row in rows:
-        if row["kernel"] == "kvarena-block_table" and row["gbps"] * row["us"] > 0.5e6:
-            name = (
-                f"decode {row['heads']} head_dim {row['dim']} {row['point']} page {row['page']}: share of the ceiling"
-            )
+        ours = row["kernel"] == "kvarena-block_table" and row["layout"] == "split"
+        if ours and row["gbps"] * row["us"] > 0.5e6:
+            shape = f"{row['heads']} head_dim {row['dim']}"
+            name = f"decode {shape} {row['point']} page {row['page']}: share of the ceiling"
             found.append(_at_least(name, 0.9, round(row["gbps"] / read_ceiling(whole), 3), digits=3))
     return found
 

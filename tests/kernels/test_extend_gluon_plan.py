@@ -5,10 +5,6 @@ Rows of q behind the last request are a sequence of length 0.
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import pytest
 import torch
 from kvarena.kernels import extend_gluon

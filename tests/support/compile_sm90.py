@@ -75,7 +75,8 @@ def resources(cubin: bytes) -> dict[str, int]:
         sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
     found = {name.lower(): int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text)}
     found["spills"] = len(re.findall(r"\b(?:LDL|STL)\b", sass))
-    for name, mnemonic in (("hgmma", "HGMMA"), ("hmma", "HMMA"), ("ldgsts128", r"LDGSTS\.E\.BYPASS\S*\.128")):
+    patterns = {"hgmma": "HGMMA", "hmma": "HMMA", "utmaldg": "UTMALDG", "ldgsts128": r"LDGSTS\.E\.BYPASS\S*\.128"}
+    for name, mnemonic in patterns.items():
         found[name] = len(re.findall(mnemonic, sass))
     return found
 
