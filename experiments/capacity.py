@@ -43,7 +43,7 @@ from kvarena.experiments.specs import AllocatorEntry, allocator_entry
 Panel = Literal["equal", "deployed"]
 PANELS: dict[str, str] = {"equal": "equal bytes, one scheduler", "deployed": "as each server is deployed"}
 CONTIGUOUS_PAGE = 16  # runs are cut in pages of this size, so that the same kernels read them
-BEYOND = (0.5, 1.0, 1.5, 2.0)  # bursts, as shares of what block with 16 tokens a page carries
+BEYOND = (0.5, 1.0, 1.5)  # bursts, as shares of what block with 16 tokens a page carries
 DECLARED = 4096  # max_tokens that a client states
 DESIGNS: dict[str, dict[str, Any]] = {
     "block-16": {"kind": "block", "page_size": 16},

@@ -35,7 +35,9 @@ def capacity(
     seed: Annotated[int, typer.Option(help="Of lengths and tokens.", min=0)] = 0,
     beyond: Annotated[bool, typer.Option("--beyond/--no-beyond", help="Also bursts past capacity.")] = True,
     jobs: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
-    saved: Annotated[Path | None, typer.Option(help="Show a finished study in place of running one.")] = None,
+    saved: Annotated[
+        list[Path] | None, typer.Option(help="Show a finished study in place of running one; several are joined.")
+    ] = None,
     measured: Annotated[Path | None, typer.Option(help="Results of a card (capacity.json) to show beside.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the tables and the figure.")] = None,
     backends: Annotated[
@@ -51,14 +53,14 @@ def capacity(
     from kvarena.experiments.capacity import DESIGNS, capacity_plan
     from kvarena.experiments.capacity_card import read_measured
     from kvarena.experiments.capacity_sizing import card
-    from kvarena.experiments.capacity_study import backends_table, load_capacity, run_study
+    from kvarena.experiments.capacity_study import backends_table, joined, load_capacity, run_study
 
     if backends:
         _print([backends_table()])
         return
     on_card = None if measured is None else read_measured(measured)
-    if saved is not None:
-        result = load_capacity(saved)
+    if saved:
+        result = joined([load_capacity(path) for path in saved])
     else:
         plan = capacity_plan(
             model,

@@ -64,8 +64,8 @@ class Burst:
         return {**fields, **rates, **{f"peak_{name}": value for name, value in self.peak.items()}}
 
 
-class _Refused(Exception):
-    """The burst is not carried, and the rest of the run was not asked for."""
+class _Decided(Exception):
+    """Whether the burst is carried is known, and the rest of the run was not asked for."""
 
 
 class _BurstRun(Simulation):
@@ -74,6 +74,7 @@ class _BurstRun(Simulation):
     amounts: list[dict[str, float]]
     stopped = ""
     stop_early = False
+    size = 0
     peak_running = 0
     peak_pages = 0
     peak: dict[str, int] | None = None
@@ -85,8 +86,19 @@ class _BurstRun(Simulation):
         self._note_peak()
         if not self.stopped:
             self.stopped = self._why(record)
-            if self.stopped and self.stop_early:
-                raise _Refused
+            if self.stop_early and (self.stopped or self._cannot_fail()):
+                raise _Decided
+
+    def _cannot_fail(self) -> bool:
+        """All have been live at once, and what they can still grow fits behind what they hold."""
+        if self.peak_running < self.size or self.record.num_steps % 16 or self.allocator.inner.kind == "contiguous":
+            return False
+        page = self.allocator.page_size
+        growth = sum(
+            -(-(live.arrival.request.num_output_tokens - live.request.num_output) // page) + 2
+            for live in self._live.values()
+        )
+        return growth <= sum(self.allocator.room())
 
     def _note_peak(self) -> None:
         free, evictable = self.allocator.room()
@@ -137,15 +149,16 @@ def run_burst(
     """All requests of `load` arrive at once.
 
     declared       max_tokens that every client states (never below its true output)
-    stop_early     end the run as soon as the burst is known not to be carried
+    stop_early     end the run as soon as it is known whether the burst is carried: it is not, or all have been live at
+                   once and what they can still grow fits; what is counted ends there too
     make_executor  real pools in place of scripted outputs: given the allocator, the outputs and the limits, it returns
                    an executor whose `allocator` the scheduler then uses
     """
     options = RunOptions(lambda tokens, index: max(declared, tokens), steps_every=1_000_000)
     arrivals = Arrivals(load.requests)  # their arrival is 0
     run = _BurstRun(MeteredAllocator(allocator), policy, limits, model, arrivals, options, make_executor=make_executor)
-    run.stop_early, run.amounts = stop_early, []
-    with suppress(_Refused):
+    run.stop_early, run.size, run.amounts = stop_early, len(load), []
+    with suppress(_Decided):
         run.run()
     return _result(run, load, allocator)
 

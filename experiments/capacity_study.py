@@ -97,6 +97,28 @@ def load_capacity(path: Path | str) -> CapacityResult:
     return CapacityResult(**frames, manifest=manifest, provenance=where)
 
 
+def joined(results: list[CapacityResult]) -> CapacityResult:
+    """Studies of one model and card with unlike loads, as one. Raises ValueError naming what differs."""
+    first, *others = results
+    for other in others:
+        for name in ("model", "declared_max_tokens", "max_model_len", "seed", "step_times"):
+            if first.manifest[name] != other.manifest[name]:
+                raise ValueError(f"these studies differ in {name}: {first.manifest[name]!r}, {other.manifest[name]!r}")
+        if not first.sizing.equals(other.sizing):
+            raise ValueError("these studies differ in sizing.csv: another card, or other designs")
+        if set(first.loads) & set(other.loads):
+            raise ValueError(f"these studies both have {', '.join(sorted(set(first.loads) & set(other.loads)))}")
+        frames = {
+            name: pd.concat([getattr(first, name), getattr(other, name)], ignore_index=True)
+            for name in ("capacity", "bursts")
+        }
+        loads = {**first.manifest["loads"], **other.manifest["loads"]}
+        first = CapacityResult(
+            **frames, sizing=first.sizing, manifest={**first.manifest, "loads": loads}, provenance=first.provenance
+        )
+    return first
+
+
 def run_study(
     plan: list[Cell],
     *,

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvarena.experiments.capacity import PANELS, PARTS
-from kvarena.experiments.specs import allocator_entry
-from kvarena.experiments.style import STYLE, Look, add_footer, looks, save_figure
+from kvarena.experiments.style import KIND_COLOURS, STYLE, Look, add_footer, save_figure, shade
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,6 +25,16 @@ PART_LOOKS: dict[str, tuple[str, str]] = {
     "tables": ("#8C8C8C", "----"),
 }
 FOOTER_IN = 0.22
+# Shade (in doublings of the page), marker, dashes, filled marker.
+DETAILS: dict[str, tuple[float, str, Any, bool]] = {
+    "1": (0, "o", "-", True),
+    "16": (0.8, "s", (0, (5, 1.5)), False),
+    "32": (1.6, "^", (0, (3, 1, 1, 1)), False),
+    "64": (2.6, "D", (0, (1.5, 1)), False),
+    "max": (-2, "v", "-", False),
+    "pow2": (-0.5, "<", (0, (5, 1.5)), False),
+    "declared": (1.5, ">", (0, (1.5, 1)), True),
+}
 PART_TEXT = {
     "tables": "tables, padding",
     "sharing": "prefix not shared",
@@ -199,13 +208,14 @@ def save_capacity_figure(result: CapacityResult, stem: Path) -> list[Path]:
 
 
 def _looks(rows: pd.DataFrame) -> dict[str, Look]:
-    from kvarena.experiments.capacity import DESIGNS
-
-    entries = []
+    """The hue of the kind; shade, marker and dashes by page size or sizing: nine lines are told apart in grey."""
+    found = {}
     for design in dict.fromkeys(rows["design"]):
-        entry = allocator_entry({**DESIGNS[design], "sizing": "pow2"} if "max" in design else DESIGNS[design])
-        entries.append({"name": design, "label": design, "kind": entry.kind, "page_size": entry.page_size})
-    return looks(entries)
+        kind, _, rest = design.partition("-")
+        doublings, marker, dashes, face = DETAILS[rest]
+        colour = shade(KIND_COLOURS[kind], doublings)
+        found[design] = Look(_short(design), colour, marker, dashes, colour if face else "white")
+    return found
 
 
 def _short(design: str) -> str:
@@ -225,8 +235,10 @@ def _footer(result: CapacityResult) -> str:
     from kvarena import __version__
 
     about, first = result.manifest, result.sizing.iloc[0]
-    return (
-        f"kvarena {__version__}; {about['model']}, {about['bytes_per_token'] / 1024:g} KiB of KV a token; "
-        f"{first['total_bytes'] / 2**30:.1f} GiB card; rows up to {about['max_model_len']:,} tokens; clients declare "
-        f"{about['declared_max_tokens']:,} tokens; seed {about['seed']}; step times {about['step_times']}"
-    )
+    model = about["model"] if isinstance(about["model"], str) else "a shape of its own"
+    card = f"kvarena {__version__}; {model}, {about['bytes_per_token'] / 1024:g} KiB a token, "
+    card += f"{first['total_bytes'] / 2**30:.1f} GiB card; seed {about['seed']}"
+    if len(result.loads) == 1:  # a narrow figure
+        return card
+    limits = f"up to {about['max_model_len']:,} tokens a row; clients declare {about['declared_max_tokens']:,} tokens"
+    return f"{card}; {limits}; simulated, step times {about['step_times']}"

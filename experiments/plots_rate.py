@@ -17,22 +17,15 @@ DASHES = {"p50": "-", "p90": (0, (4, 1.5)), "p99": (0, (1.2, 1.2))}
 
 def plot_normalised(result: RateResult, ax: Axes) -> Axes:
     """Normalised latency against rate; a vertical line at each allocator's knee."""
-    for name, look in _looks(result).items():
+    for place, (name, look) in enumerate(_looks(result).items()):
         rows = _rows(result, name)
         ax.plot(rows["rate_per_s"], rows["normalised_ms"], label=look.label, **_line(look))
         knee = result.manifest["knee_per_s"].get(name)
         if knee is not None:
             ax.axvline(knee, color=look.colour, linestyle=(0, (1, 2)), linewidth=1)
-            ax.annotate(
-                f"{knee:.1f}",
-                (knee, 0.98),
-                xycoords=("data", "axes fraction"),
-                fontsize=7,
-                color=look.colour,
-                rotation=90,
-                ha="right",
-                va="top",
-            )
+            at = (knee, 0.02 + 0.09 * place)
+            about = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "fontsize": 7}
+            ax.annotate(f"{knee:.1f}", at, (2, 0), color=look.colour, ha="left", va="bottom", **about)
     _log(ax)
     return _finish(ax, "normalised latency (ms a token)\ndotted: knee, latency doubled")
 

@@ -10,8 +10,9 @@ the rate at which its normalised latency (end-to-end time over output tokens, me
 the lowest rate; in between rates it is interpolated, and it is missing where the latency never doubles.
 
 The second part asks what hits are worth: a workload with a chosen token hit rate h is served as a backlog with and
-without a prefix cache. With f the share of the time without a cache that prompts take, Amdahl's law says that the
-throughput grows by 1 / (1 - f h) at most.
+without a prefix cache. With f the share of the time without a cache that prompts take, Amdahl's law says that saved
+prompts raise the throughput to 1 / (1 - f h) times. Where memory bounds the batch, hits are worth more than that:
+requests that share pages leave room for others.
 """
 
 from __future__ import annotations

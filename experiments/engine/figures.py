@@ -37,7 +37,11 @@ MEASURES = {
     "mean_batch": ("requests in a step, mean", ".1f"),
     "preemptions": ("preemptions", ",.0f"),
     "recomputed_tokens": ("tokens computed again after them", ",.0f"),
+    "host_token_hit_rate": ("token hit rate of the host's cache, beyond the device's", ".2%"),
     "swapped_tokens": ("tokens copied back from the host instead", ",.0f"),
+    "token_hit_rate": ("token hit rate, the run's clock", ".2%"),
+    "fixed_token_hit_rate": ("token hit rate, fixed clock", ".2%"),
+    "fixed_left_out": ("requests without room, fixed clock", ",.0f"),
     "readmitted_hit_tokens": ("hit tokens of re-admissions (apart)", ",.0f"),
 }
 
@@ -120,6 +124,8 @@ def engine_rows(result: Result) -> list[list[str]]:
     table = _at_reference(result, result.summary)
     rows = []
     for column, (text, shape) in MEASURES.items():
+        if column not in table:
+            continue
         cells = [text]
         for name in result.allocators:
             value = table.loc[table["allocator"] == name, column].astype(float).mean()
@@ -133,11 +139,21 @@ def engine_notes(result: Result) -> list[str]:
     times = result.manifest["step_times"]
     return [
         f"policy: {result.manifest['policy']['label']}; goodput at {result.manifest['goodput_limits']}",
-        f"simulated clock; step times {times['source']}",
+        f"simulated, {clock_text(result.config)}; step times {times['source']}",
     ]
+
+
+def clock_text(config: dict[str, Any]) -> str:
+    """Which clock a run had."""
+    clock = config["engine"].get("clock", "feedback")
+    if clock == "feedback":
+        return "feedback clock"
+    of = config["engine"].get("schedule") or "a neutral run"
+    return f"{'feedback and fixed clock' if clock == 'both' else 'fixed clock'} (schedule of {of})"
 
 
 def engine_footer(config: dict[str, Any]) -> str:
     """How the engine ran, for a figure's footer."""
     engine = config["engine"]
-    return f"{engine['scheduler']} policy, lag {engine['result_lag']}, {engine['sessions']} sessions"
+    clock = "" if engine.get("clock", "feedback") == "feedback" else f", {engine['clock']} clock"
+    return f"{engine['scheduler']} policy, lag {engine['result_lag']}, {engine['sessions']} sessions{clock}"

@@ -15,6 +15,7 @@ from kvarena.experiments.budget import Budget, Tables, fit_pool
 from kvarena.experiments.ceilings import ceilings
 from kvarena.experiments.config import Config, ConfigError, config_from_mapping
 from kvarena.experiments.engine.arrivals import Arrivals
+from kvarena.experiments.engine.fixed_clock import FixedReplay, Moments, read_schedule, schedule_of
 from kvarena.experiments.engine.latency import Limits
 from kvarena.experiments.engine.metered import MeteredAllocator
 from kvarena.experiments.engine.run_config import RunConfig, RunEngineConfig
@@ -24,7 +25,7 @@ from kvarena.experiments.loading import Workload, load_workloads
 from kvarena.experiments.pools import pool_sizes
 from kvarena.experiments.provenance import provenance
 from kvarena.experiments.results import Result, refuse_foreign
-from kvarena.experiments.specs import AllocatorEntry
+from kvarena.experiments.specs import AllocatorEntry, allocator_entry
 
 NOISE_SIGMA = 0.5  # of the logarithm, for declared = "noisy"
 POLICY_LABELS = {"vllm": "vLLM 0.32.0 scheduling rules", "sglang": "SGLang 0.5.22 scheduling rules"}
@@ -57,8 +58,14 @@ def run_engine(
     frames = _Frames()
     for cell in cells:
         allocator = MeteredAllocator(entry.build(cell.budget.num_pages))
-        record = _simulation(config, entry, cell, allocator, gpu).run(tick)
+        if config.engine.clock == "fixed":
+            record = _fixed(config, cell, allocator, gpu)
+        else:
+            record = _simulation(config, entry, cell, allocator, gpu).run(tick)
         frames.add(config, entry, cell, allocator, record)
+        if config.engine.clock == "both":
+            again = MeteredAllocator(entry.build(cell.budget.num_pages))
+            frames.summary[-1].update(fixed_columns(_fixed(config, cell, again, gpu)))
     return frames.result(config, entry, cells, gpu, started)
 
 
@@ -86,6 +93,35 @@ def _compare_config(config: RunConfig, outputs: str) -> Config:
             "allocators": [config.allocator],
         }
     )
+
+
+def _fixed(config: RunConfig, cell: RunCell, allocator: MeteredAllocator, gpu: GpuTimes) -> Record:
+    """The cell under the fixed clock."""
+    engine = config.engine
+    limits = Limits(engine.ttft_ms, engine.tpot_ms, engine.e2el_ms)
+    if engine.schedule is None:
+        schedule = _neutral_schedule(config, cell, gpu)
+    else:
+        schedule = read_schedule(Path(engine.schedule), cell.workload.seed, cell.workload.requests)
+    return FixedReplay(allocator, cell.workload.requests, schedule, limits, engine.steps_every).run()
+
+
+def _neutral_schedule(config: RunConfig, cell: RunCell, gpu: GpuTimes) -> list[Moments]:
+    """Of the same scheduler and arrivals over a pool of the same bytes in which nothing is shared or kept."""
+    entry = allocator_entry({"kind": "block", "page_size": 16, "prefix_cache": False})
+    budget = _budget(config, entry, cell.workload, cell.pool_bytes)
+    allocator = MeteredAllocator(entry.build(budget.num_pages))
+    return schedule_of(_simulation(config, entry, cell, allocator, gpu).run().requests)
+
+
+def fixed_columns(record: Record) -> dict[str, float | int | None]:
+    """What the fixed clock says, for a summary row of the feedback clock."""
+    rows = record.requests
+    return {
+        "fixed_token_hit_rate": _hits(rows).token_hit_rate,
+        "fixed_left_out": sum(row.end == "rejected" for row in rows),
+        "fixed_cut": sum(row.end == "pool" for row in rows),
+    }
 
 
 def simulation_again(

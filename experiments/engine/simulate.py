@@ -33,6 +33,7 @@ class RequestRow:
     host_hit_tokens     of its first admission, found in the host's prefix cache beyond those on the device
     recomputed_tokens   computed again after preemptions; `swapped_tokens` came back from the host instead
     declared_max_tokens what the scheduler was told, before any cut
+    admitted_s          when the step of its first admission began
     last_token_s        before `end_s` where the engine ended it later than its last token came (out of pool)
     end                 stop, length, pool, rejected
     cut_output_tokens   tokens of the true output that a limit cut off (all of them when rejected)
@@ -56,6 +57,7 @@ class RequestRow:
     preemptions: int
     recomputed_tokens: int
     swapped_tokens: int
+    admitted_s: float | None
     first_token_s: float | None
     last_token_s: float | None
     end_s: float
@@ -139,6 +141,7 @@ class _Live:
     request: EngineRequest
     times: TokenTimes
     declared: int
+    admitted_s: float | None = None
 
 
 class Clock:
@@ -218,6 +221,7 @@ class Simulation:
             before = self.allocator.total_ns
             record = self.engine.step()
             self.record.step_ns.append(self.allocator.total_ns - before)
+            self._note_admitted(record.plan)
             host, gpu = self.clock.step(record.plan)
             yield from self._results(record)
             self._note_step(record, host, gpu)
@@ -267,6 +271,12 @@ class Simulation:
         self._live[request.id] = _Live(arrival, request, TokenTimes(arrival.arrival_s), declared)
         self.engine.add(request)
 
+    def _note_admitted(self, plan: StepPlan) -> None:
+        for request in plan.admitted:
+            live = self._live.get(request.id)
+            if live is not None and live.admitted_s is None:
+                live.admitted_s = self.clock.now_s
+
     def _results(self, record: StepRecord) -> Iterator[RequestRow]:
         now = self.clock.now_s
         if record.due is not None:
@@ -313,6 +323,7 @@ class Simulation:
             preemptions=request.num_preemptions,
             recomputed_tokens=request.recomputed_tokens,
             swapped_tokens=request.swapped_tokens,
+            admitted_s=live.admitted_s,
             first_token_s=live.times.first_s,
             last_token_s=live.times.last_s,
             end_s=now,

@@ -11,6 +11,7 @@ import pytest
 from kvarena.experiments.cli import app
 from kvarena.experiments.engine.run import declared_by, run_engine
 from kvarena.experiments.engine.run_config import RunConfig, RunEngineConfig, load_run_config, run_config
+from kvarena.experiments.engine.step_time import GpuTimes, save_gpu_times
 from kvarena.experiments.results import Result, load_result, merge_results
 from typer.testing import CliRunner
 
@@ -103,8 +104,9 @@ def test_equal_configs_give_equal_bytes(folders: tuple[Path, Path], tmp_path: Pa
     assert digests(folders[1]) == digests(tmp_path / "again")
 
 
-def test_what_is_not_calibrated_or_an_oracle_says_so() -> None:
-    result = run_engine(small("declared=true", "requests=10"))
+def test_what_is_not_calibrated_or_an_oracle_says_so(tmp_path: Path) -> None:
+    save_gpu_times(GpuTimes(), tmp_path / "times.json")
+    result = run_engine(small("declared=true", "requests=10", f"step_times={tmp_path / 'times.json'}"))
     assert any("not calibrated" in text for text in result.warnings)
     assert any("oracle" in text for text in result.warnings)
 
