@@ -93,19 +93,19 @@ def decode_step(spec: dict[str, Any], *, commit: bool = False) -> Timed:
         prefill(owner, seq)
     batch = owner.decode_batch(seqs)
     batch.reserve()
-    if not commit:
-        return Timed(lambda: (batch.commit(), _append(seqs)), lambda _: batch.reserve())
+
+    def before() -> None:
+        if not commit:
+            batch.commit()
+        for seq in seqs:
+            seq.append(7)
 
     def work(_: None) -> None:
-        batch.commit()
+        if commit:
+            batch.commit()
         batch.reserve()
 
-    return Timed(lambda: _append(seqs), work)
-
-
-def _append(seqs: list[Sequence]) -> None:
-    for seq in seqs:
-        seq.append(7)
+    return Timed(before, work)
 
 
 def lookup(spec: dict[str, Any], length: int, *, keys_known: bool) -> Timed:
