@@ -15,17 +15,19 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 SEED = 7
 TIMEOUT_S = 240
 SHOWN = 12  # findings that a row keeps
-# What racecheck cannot know: an mbarrier orders the asynchronous copies and the consumers' reads, and the hand-over of
-# a buffer between partitions is an arrival on another mbarrier. The check follows barriers of whole blocks and warps.
+# What racecheck cannot know: it follows barriers of whole blocks and warps, not mbarriers.
 MBARRIERS = (
-    "ordered by mbarriers (full: the producer's bytes or arrivals; empty: the consumers' releases), which racecheck "
-    "does not follow; the same calls are bit for bit reproducible and inside their bounds (safety.json)"
+    "K, V, queries and tile records are handed over by mbarriers (full: the producer's bytes or arrivals; empty: the "
+    "consumers' releases), which racecheck does not follow; behind a sequence's end both consumers clear the rows of V, "
+    "each before its own product, to the same values. The same calls are bit for bit reproducible and inside their "
+    "bounds (safety.json)"
 )
 
 Runs = list[tuple[str, str, dict[str, str]]]  # tool, kernels, environment
@@ -81,12 +83,20 @@ def summary_of(tool: str, kernels: str, text: str) -> dict[str, Any]:
     findings = [line for line in lines if re.match(r"(Error|Warning|Invalid|Uninitialized|Race|Potential)", line)]
     row: dict[str, Any] = {"findings": int(counts.group(1)), "launched": launched.group(1).split(", ")}
     if row["findings"]:
+        places = Counter(found for line in findings if (found := _place(line)))
+        row["places"] = dict(places.most_common())
         row["shown"] = list(dict.fromkeys(findings))[:SHOWN]
         if tool == "racecheck" and kernels == "gluon":
             row["explained"] = MBARRIERS
         else:
             row["error"] = f"{row['findings']} findings"
     return row
+
+
+def _place(finding: str) -> str | None:
+    """Source file and line of a finding."""
+    found = re.search(r"in (\S+\.py:\d+)", finding)
+    return found.group(1) if found else None
 
 
 # --- what runs under the tools -------------------------------------------------------------------------------
