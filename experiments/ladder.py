@@ -230,7 +230,8 @@ def _attribute(plan: LadderPlan, counts: dict[str, Any], resolved: dict[str, Any
                 pairs += _pair_rows(plan, pool, metric, values)
     manifest = _manifest(plan, pools, resolved, workloads)
     manifest["checks"] = [_check(plan, pool, counts) for pool in pools]
-    return Ladder(manifest, *(pd.DataFrame(rows) for rows in (shares, pairs, subsets, times)))
+    table = pd.DataFrame(pairs, columns=["pool_bytes", "metric", "a", "b", "value"])  # one rung has no pairs
+    return Ladder(manifest, pd.DataFrame(shares), table, pd.DataFrame(subsets), pd.DataFrame(times))
 
 
 def _subset_row(plan: LadderPlan, pool: int, mask: int, cell: Mapping[str, Fraction]) -> dict[str, Any]:

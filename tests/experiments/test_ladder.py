@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import tomllib
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kvarena.allocators.config import GENERAL, design
 from kvarena.experiments.ladder import TIME, Ladder, ladder, load_ladder, read_base
 from kvarena.experiments.ladder_plan import LOWER_FAST, MAX_RUNGS, REST, UPPER_FAST, UPPER_WHOLE, plan_ladder
 from kvarena.experiments.ladder_plots import plot_interactions, plot_waterfall
@@ -302,3 +305,44 @@ def test_a_config_says_what_is_walked(tmp_path: Path) -> None:
     path.write_text("[ladder]\nform = 1\n")
     with pytest.raises(ValueError, match=r"\[ladder\]: expected fields, from, rungs, to"):
         read_base(str(path))
+
+
+# --- the page ---
+
+PAGE = (Path(__file__).parents[2] / "docs" / "ladder.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_python_on_the_page_runs(number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(blocks("python")[number], "ladder.md", "exec"), {"OUT": tmp_path / "out"})
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_config_on_the_page_is_a_ladder() -> None:
+    (text,) = blocks("toml")
+    base = tomllib.loads(text)
+    asked = base.pop("ladder")
+    plan = plan_ladder(base, SEEN, lower=asked["from"], upper=asked["to"], groups=asked["fields"], extra=asked["rungs"])
+    assert [rung.name for rung in plan.rungs][-3:] == [REST, "result_lag", "order"]
+
+
+def test_the_table_on_the_page_has_every_switch_with_both_designs_values() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+ \| [^|]+) \|", PAGE, re.MULTILINE))
+    values = {name: tuple(part.strip(" `") for part in rows[name].split("|")) for name in GENERAL}
+    for name in GENERAL:
+        own = [getattr(design({"kind": kind}), name) for kind in ("block", "token")]
+        assert values[name] == tuple("none" if value is None else str(value).lower() for value in own)
+
+
+def test_the_shipped_config_is_a_ladder_through_the_engine() -> None:
+    from importlib.resources import files
+
+    base, asked = read_base(str(files("kvarena.experiments.configs") / "ladder-engine.toml"))
+    extra = {name: tuple(ends) for name, ends in asked["rungs"].items()}
+    plan = plan_ladder(base, SEEN, lower=asked["from"], upper=asked["to"], groups=asked["fields"], extra=extra)
+    assert plan.kind == "run"
+    assert {"result_lag", "order", "hash_unit"} <= {rung.name for rung in plan.rungs}
