@@ -25,8 +25,8 @@ SHOWN = 12  # findings that a row keeps
 # What racecheck cannot know: it follows barriers of whole blocks and warps, not mbarriers.
 MBARRIERS = (
     "K, V, queries and tile records are handed over by mbarriers (full: the producer's bytes or arrivals; empty: the "
-    "consumers' releases), which racecheck does not follow; behind a sequence's end both consumers clear the rows of V, "
-    "each before its own product, to the same values. The same calls are bit for bit reproducible and inside their "
+    "consumers' releases), which racecheck does not follow; behind a sequence's end both consumers clear the rows of "
+    "V, each before its own product, to the same values. The same calls are bit for bit reproducible and inside their "
     "bounds (safety.json)"
 )
 
