@@ -175,16 +175,40 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def merge(folder: Path) -> dict[str, Any]:
-    """One document of the parts in a folder; shards of the capacity part become a file of their own."""
+    """One document of the parts in a folder; shards of the capacity part and the steps become files of their own."""
     parts = {name: json.loads(path.read_text()) for name in MERGED if (path := folder / f"{name}.json").is_file()}
     shards = [json.loads(path.read_text()) for path in sorted(folder.glob("capacity[0-9]*.json"))]
     if shards:
         cells = sorted((cell for shard in shards for cell in shard["cells"]), key=_place)
         gpu = {**shards[0]["provenance"], **shards[0]["card"]}
         write_measured(folder / "capacity.json", cells, gpu)
+    if (path := folder / "steps.json").is_file():
+        steps = json.loads(path.read_text())
+        about = {name: value for name, value in steps.items() if name != "rows"}
+        write_measured(
+            folder / "step_cells.json", step_cells(steps["rows"]), {"name": about["provenance"]["card"], **about}
+        )
     if not parts:
         raise ValueError(f"{folder}: expected {', '.join(f'{name}.json' for name in MERGED)}, found none")
     return {"schema_version": 1, "parts": parts}
+
+
+def step_cells(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The measured steps as cells that `calibrate --steps` reads: one for each workload and design. Steps whose
+    launches took longer than the GPU (kernels were compiled, say) are left out."""
+    cells: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        design = row["allocator"].replace(", ", "-")
+        keys = {"panel": "validation", "load": row["workload"], "design": design}
+        cell = cells.setdefault(
+            (row["workload"], design),
+            {**keys, "model": "llama-3-8b", "page_size": int(design.split("-")[1]), "measured": 0, "steps": []},
+        )
+        if not row["launch_bound"]:
+            cell["measured"] = max(cell["measured"], row["num_decodes"] + row["num_extends"])
+            kept = {name: value for name, value in row.items() if name not in ("workload", "allocator", "launch_bound")}
+            cell["steps"].append(kept)
+    return list(cells.values())
 
 
 def _place(cell: dict[str, Any]) -> tuple[int, int, int]:
