@@ -5,7 +5,8 @@ pages of S tokens, and with f whole pages of a shared prefix that its group hold
 
     D(t) = sum over groups with a live member of f  +  sum over live i of ceil((p_i + t - d_i) / S) - f
 
-and the burst is carried when max D(t) <= pages. Live: d_i <= t <= d_i + o_i - 1 + lag (with a lag of 1 the step behind
+and, until they are merged, prefixes that were computed again before the first was published; the burst is carried when
+max D(t) <= pages. Live: d_i <= t <= d_i + o_i - 1 + lag (with a lag of 1 the step behind
 the last is scheduled before the end is known). d_i follows from the tokens a step may have. Runs of a contiguous pool
 hold what their sizing promises in place of ceil(...). SGLang's admission adds that nobody is admitted unless prompt and
 declared output fit behind what running requests are reckoned to need (`sglang_admits`).
@@ -21,6 +22,7 @@ import numpy as np
 from kvarena.experiments.capacity_loads import Ints, Load, first
 
 Sizing = Literal["pages", "max", "pow2", "declared"]
+Twice = tuple[int, int, int]  # a prefix computed again: from this step, until it is merged in that one, so many tokens
 SGLANG_RATIO = 0.7  # share of the declared output that a request is reckoned to need at first
 SGLANG_OUTPUT_CAP = 4096
 
@@ -89,15 +91,18 @@ def carried(load: Load, rules: Rules) -> bool:
         return False
     if rules.policy == "sglang" and rules.reserves and not sglang_admits(load, rules):
         return False
-    done = prefill_ends(load, rules)
+    done, twice = prefill(load, rules)
     if done.max() >= (done + load.outputs + rules.lag).min() - 1:
         return False  # the first has ended before the last is there
-    return int(demand(load, rules, done).max()) <= rules.num_pages
+    return int(_demand(load, rules, done, twice).max()) <= rules.num_pages
 
 
-def demand(load: Load, rules: Rules, done: Ints | None = None) -> Ints:
+def demand(load: Load, rules: Rules) -> Ints:
     """D(t), int64 [steps]: pages held in each step, if there is always room. O(output tokens)."""
-    done = prefill_ends(load, rules) if done is None else done
+    return _demand(load, rules, *prefill(load, rules))
+
+
+def _demand(load: Load, rules: Rules, done: Ints, twice: list[Twice]) -> Ints:
     fixed = _shared_pages(load, rules)
     lives = load.outputs + rules.lag
     age = np.arange(lives.sum()) - np.repeat(np.cumsum(lives) - lives, lives)
@@ -108,6 +113,8 @@ def demand(load: Load, rules: Rules, done: Ints | None = None) -> Ints:
             mine = load.group == group
             # A group's requests come close together: its prefix is held from the first to the last of them.
             held[done[mine].min() : (done + lives)[mine].max()] += fixed
+    for since, until, tokens in twice:
+        held[since:until] += tokens // rules.page_size
     return held
 
 
@@ -129,10 +136,10 @@ def _pages(tokens: Ints, prompts: Ints, rules: Rules) -> Ints:
     return -(-tokens // rules.page_size)
 
 
-def prefill_ends(load: Load, rules: Rules) -> Ints:
-    """d_i, int64 [N]: the step in which each prompt is done, if there is always room."""
+def prefill(load: Load, rules: Rules) -> tuple[Ints, list[Twice]]:
+    """d_i, int64 [N]: the step in which each prompt is done, if there is always room; and what was computed twice."""
     if rules.policy == "sglang":
-        return np.zeros(len(load), np.int64)  # no decode runs before the last prompt is done
+        return np.zeros(len(load), np.int64), []  # no decode runs before the last prompt is done
     ends = np.zeros(len(load), np.int64)
     prefixes = _Prefixes(load, rules)
     step, budget = 0, rules.step_tokens
@@ -146,7 +153,7 @@ def prefill_ends(load: Load, rules: Rules) -> Ints:
         budget -= left
         ends[number] = step
         prefixes.computed(number, step)
-    return ends
+    return ends, prefixes.twice
 
 
 def _next_step(step: int, ends: Ints, outputs: Ints, rules: Rules) -> tuple[int, int]:
@@ -166,7 +173,7 @@ class _Prefixes:
         self.delay = 1 + rules.lag if rules.publish == "commit" else 0
         self._found: dict[int, list[tuple[int, int, int]]] = {}  # group -> (from step, tokens, by whom)
         self._hits: dict[int, int] = {}
-        self._merged: list[tuple[int, int]] = []
+        self.twice: list[Twice] = []
 
     def new_tokens(self, number: int, step: int) -> int:
         """Prompt tokens that a request admitted in this step has to compute."""
@@ -185,7 +192,7 @@ class _Prefixes:
         since, known = step + self.delay, self._found.get(int(self.load.group[number]), ())
         others = max((tokens for _, tokens, by in known if by != number), default=0)
         if others > self._hits[number]:
-            self._merged.append((since, others - self._hits[number]))
+            self.twice.append((step, since, others - self._hits[number]))
         self._publish(number, since, self.fixed)
 
     def _publish(self, number: int, since: int, tokens: int) -> None:
@@ -194,7 +201,7 @@ class _Prefixes:
 
     def merged(self, step: int) -> int:
         """Slots that have come back by now, of prefixes that were computed more than once."""
-        return sum(tokens for since, tokens in self._merged if since <= step)
+        return sum(tokens for _, until, tokens in self.twice if until <= step)
 
 
 def sglang_admits(load: Load, rules: Rules) -> bool:

@@ -17,15 +17,13 @@ DASHES = {"p50": "-", "p90": (0, (4, 1.5)), "p99": (0, (1.2, 1.2))}
 
 def plot_normalised(result: RateResult, ax: Axes) -> Axes:
     """Normalised latency against rate; a vertical line at each allocator's knee."""
-    for place, (name, look) in enumerate(_looks(result).items()):
+    for name, look in _looks(result).items():
         rows = _rows(result, name)
-        ax.plot(rows["rate_per_s"], rows["normalised_ms"], label=look.label, **_line(look))
         knee = result.manifest["knee_per_s"].get(name)
+        text = f"{look.label}: " + ("no knee" if knee is None else f"knee at {knee:.1f}/s")
+        ax.plot(rows["rate_per_s"], rows["normalised_ms"], label=text, **_line(look))
         if knee is not None:
             ax.axvline(knee, color=look.colour, linestyle=(0, (1, 2)), linewidth=1)
-            at = (knee, 0.02 + 0.09 * place)
-            about = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "fontsize": 7}
-            ax.annotate(f"{knee:.1f}", at, (2, 0), color=look.colour, ha="left", va="bottom", **about)
     _log(ax)
     return _finish(ax, "normalised latency (ms a token)\ndotted: knee, latency doubled")
 
