@@ -279,19 +279,23 @@ def test_without_the_three_rules_of_eviction_the_total_is_zero_on_mooncake(tmp_p
 # --- the command ---
 
 
-def test_the_command_walks_prints_and_shows_again(tmp_path: Path) -> None:
+def test_the_command_carries_a_ladder_on_prints_it_and_shows_it_again(made: Ladder, tmp_path: Path) -> None:
+    import tomli_w
     from kvarena.experiments.cli import app
 
-    out, runner = tmp_path / "out", CliRunner()
-    options = "options={num_sessions=3, num_system_prompts=2, max_message=40, max_reply=20}"
-    arguments = ["ladder", "chat", "--set", options, "--pool", "200 MiB", "--fields", "eviction_unit"]
-    done = runner.invoke(app, [*arguments, "--out", str(out), "--jobs", "1", "--quiet"])
+    config, runner = tmp_path / "ladder.toml", CliRunner()
+    config.write_text(tomli_w.dumps({**CHAT, "ladder": {"fields": ["duplicates"]}}))
+    arguments = ["ladder", str(config), "--fields", "duplicates", "--fields", "eviction_unit", "--jobs", "1"]
+    done = runner.invoke(app, [*arguments, "--out", str(made.path), "--quiet"])
     assert done.exit_code == 0, done.output
     for text in ("eviction_unit", "rest", "all of them", "Not observable here", "preempt_keeps"):
         assert text in done.output
-    shown = runner.invoke(app, ["ladder", "--show", str(out)])
+    shown = runner.invoke(app, ["ladder", "--show", str(made.path), "--out", str(tmp_path / "figures")])
     assert shown.exit_code == 0
     assert "all of them" in shown.output
+    assert (tmp_path / "figures" / "waterfall.png").is_file()
+    for wrong in (["ladder", "chat"], ["ladder", "chat", "--out", str(tmp_path / "x"), "--rung", "live=1"]):
+        assert isinstance(runner.invoke(app, wrong).exception, ValueError)
 
 
 def test_a_config_says_what_is_walked(tmp_path: Path) -> None:
