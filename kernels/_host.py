@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# To the host: up to ONE_PIECE bytes are packed, then copied, on the caller's stream. More go in pieces of STAGE_BYTES,
-# one packed while the one before travels; a second stream and its events cost the host 50 us and more before the first
-# byte, which packing 65 MB (40 us) does not repay. From the host that work is hidden behind the first piece.
+# Between pool and host: up to ONE_PIECE bytes are packed, then copied, on the caller's stream. More go in pieces of
+# STAGE_BYTES, one packed while the one before travels; a second stream and its events cost the host 50 us and more,
+# which packing 65 MB (40 us) does not repay.
 ONE_PIECE = 96 * 2**20
 STAGE_BYTES = 64 * 2**20
 FIRST_BYTES = 4 * 2**20  # of the piece that nothing overlaps: 0.08 ms at 54 GB/s
@@ -85,11 +85,11 @@ def send(ids: Tensor, out: Tensor, pack: Pack) -> None:
 def fetch(packed: Tensor, device: torch.device, upload: Callable[[], Tensor], unpack: Pack) -> None:
     """Copy `packed` [n, bytes a page] from host memory and unpack it into the pages that `upload` gives.
 
-    `upload` checks the ids and queues them for the device, without waiting; it is called when the first copy, into
-    scratch memory, is under way, which does not need them. One piece travels on the side stream while the one before
-    is unpacked; the short piece comes last.
+    `upload` checks the ids and puts them on the device; it is called when the first copy, into scratch memory, is
+    under way, which does not need them. In pieces: one travels on the side stream while the one before is unpacked;
+    the short piece comes last.
     """
-    if packed.numel() <= 2 * FIRST_BYTES:
+    if packed.numel() <= ONE_PIECE:
         whole = packed.to(device, non_blocking=True)
         unpack(upload(), whole)
         return

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 from kvarena.kernels import _host
 from kvarena.kernels._launch import (
-    Launch,
     call_key,
     ceil_div,
     check_device,
@@ -95,7 +94,6 @@ class _Runs:
     aligned: bool  # every number is a multiple of 16 bytes
     longest: int  # units
     page_bytes: int
-    launches: dict[object, Launch] = field(default_factory=dict)  # of `_pack`
 
     def constants(self) -> dict[str, Any]:
         """Compile-time arguments and options of the launch."""
@@ -233,14 +231,13 @@ def page_rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[0], -1).contiguous().view(torch.uint8)
 
 
-def _upload(ids: Tensor, device: torch.device, wait: bool = True) -> Tensor:
-    """Ids on the device, int32, queued on the current stream.
+def _upload(ids: Tensor, device: torch.device) -> Tensor:
+    """Ids on the device, int32; the copy is queued, not waited for.
 
-    A short list goes from pageable memory: the driver takes it over at once, which is sooner than to pin it. But it
-    waits for copies to the device that are under way: `wait=False` pins the list.
+    A short list goes from pageable memory: the driver takes it over at once, which is sooner than to pin it.
     """
-    host = ids.int()
-    if device.type == "cuda" and (not wait or host.numel() > 16384):
+    host = torch.from_numpy(ids.numpy().astype(np.int32))  # numpy, because torch would wake its threads
+    if device.type == "cuda" and host.numel() > 16384:
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
 
@@ -329,15 +326,12 @@ def scatter_pages(packed: Tensor, pool_tensors: Tensor | Sequence[Tensor], page_
         _host.fetch(
             packed,
             device,
-            lambda: _upload(checked_ids(), device, wait=False),
+            lambda: _upload(checked_ids(), device),
             lambda some, rows: _pack(tensors, runs, some, rows, gather=False),
         )
 
 
 def _pack(tensors: list[Tensor], runs: _Runs, ids: Tensor, packed: Tensor, gather: bool) -> None:
-    key = (gather, ids.data_ptr() % 16 == 0, packed.data_ptr() % 16 == 0)
-    call = runs.launches.get(key)
-    if call is None:
-        constants = {**runs.constants(), "GATHER": gather}
-        call = runs.launches[key] = Launch(_pack_kernel, (0, 0, 0), (runs.page_bytes // runs.unit,), constants)
-    call((tensors[0], runs.table, ids, packed), runs.grid(ids.shape[0]))
+    args = (tensors[0], runs.table, ids, packed, runs.page_bytes // runs.unit)
+    key = (gather, runs.unit, runs.aligned, runs.longest, runs.page_bytes, call_key(tensors[0], ids, packed))
+    launch(_pack_kernel, runs.grid(ids.shape[0]), args, {**runs.constants(), "GATHER": gather}, key)
