@@ -21,7 +21,7 @@ import torch
 from kvarena.allocators.interface import KVAllocator
 from kvarena.experiments.capacity import Cell, Found
 from kvarena.experiments.capacity_card import measured_cell
-from kvarena.experiments.capacity_law import Rules, demand, largest, prefill_ends
+from kvarena.experiments.capacity_law import Rules, demand, largest, prefill
 from kvarena.experiments.capacity_loads import Load
 from kvarena.experiments.capacity_run import Burst, run_burst
 from kvarena.experiments.capacity_sizing import Card
@@ -91,7 +91,7 @@ def measured(cell: Cell, place: Place) -> tuple[Found, dict[str, Any]]:
 def until_peak(load: Load, rules: Rules) -> Load:
     """The same burst with every reply cut some steps behind the peak of its demand: carried or not as before."""
     end = int(demand(load, rules).argmax()) + BEHIND_PEAK
-    outputs = np.minimum(load.outputs, np.maximum(end - prefill_ends(load, rules), 1))
+    outputs = np.minimum(load.outputs, np.maximum(end - prefill(load, rules)[0], 1))
     requests = tuple(
         replace(each, num_output_tokens=tokens, output_ids=None)
         for each, tokens in zip(load.requests, outputs.tolist(), strict=True)
