@@ -75,6 +75,7 @@ def study(
     """Measure every page size for both designs. `tick` is called once a cell. Raises ValueError for unknown names."""
     fits = {(kind, size): concurrency(kind, size, model, load) for kind in KINDS for size in pages}
     rows: list[dict[str, Any]] = []
+    outputs: dict[str, str] = {}
     for workload in workloads:
         config = config_from_keywords(
             {
@@ -89,8 +90,10 @@ def study(
                 "kernel_batches": 0,
             }
         )
-        rows += _rows(config, workload, fits, model, rounds, tick)
+        made, outputs[workload] = _rows(config, workload, fits, model, rounds, tick)
+        rows += made
     about = {"pool": pool, "live": live, "model": model, "load": load, "rounds": rounds, "pages": list(pages)}
+    about["outputs"] = outputs
     return Study(pd.DataFrame(rows, columns=list(COLUMNS)), about)
 
 
@@ -101,7 +104,8 @@ def _rows(
     model: str,
     rounds: int,
     tick: Callable[[], None] | None,
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], str]:
+    """(a row a cell, what the workload has of replies)."""
     from kvarena.experiments.loading import load_workloads
     from kvarena.experiments.pools import plan
 
@@ -131,7 +135,7 @@ def _rows(
                 "time_us": host_us + computed * prefill_us(model),
             }
         )
-    return rows
+    return rows, cells[0].workload.trace.visible.outputs
 
 
 def _replayed(cell: Cell, config: Config) -> tuple[float, dict[str, float]]:

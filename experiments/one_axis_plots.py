@@ -33,7 +33,7 @@ def kind_looks() -> dict[str, Look]:
 def axis(rows: pd.DataFrame, column: str, ax: Axes, kernels: Mapping[str, Mapping[int, float]] | None = None) -> Axes:
     """One panel: a column of one workload's rows against the page size; `kernel` is drawn from `kernels`."""
     pages = sorted(set(rows["page_size"]))
-    for kind, look in kind_looks().items():
+    for offset, (kind, look) in enumerate(kind_looks().items()):
         if column == "kernel":
             known = (kernels or {}).get(kind, {})
             x, y = [size for size in pages if size in known], [known[size] for size in pages if size in known]
@@ -42,6 +42,7 @@ def axis(rows: pd.DataFrame, column: str, ax: Axes, kernels: Mapping[str, Mappin
             x = part["page_size"].tolist()
             y = (part[column] * (100 if column == "token_hit_rate" else 1)).tolist()
         style: dict[str, Any] = {"marker": look.marker, "markerfacecolor": look.face, "linestyle": look.dashes}
+        style["markersize"] = 4 if offset else 6.5  # so that the one below shows where both agree
         if column == "kernel":
             style["linestyle"] = "none"  # what lies between was not measured
         ax.plot(x, y, color=look.colour, label=look.label, **style)
@@ -87,11 +88,17 @@ def draw_axis(study: Study, kernels: Mapping[str, Mapping[int, float]], workload
         handles, labels = panels[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper left", ncols=3, frameon=False, handlelength=3)
         about = study.about
-        add_footer(
-            figure,
-            f"kvarena {kvarena.__version__} · pool {about['pool']} · {about['live']} live · replies replayed · "
-            f"{about['model']} · outputs recorded · ringed: least prefill and allocator time",
+        outputs = ", ".join(dict.fromkeys(about["outputs"].get(name, "unknown") for name in names))
+        parts = (
+            f"kvarena {kvarena.__version__}",
+            f"pool {about['pool']}",
+            f"{about['live']} live",
+            "replies replayed",
+            about["model"],
+            f"outputs {outputs}",
+            "ringed: least prefill and allocator time",
         )
+        add_footer(figure, " · ".join(parts))
         return figure
 
 

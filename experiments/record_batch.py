@@ -24,16 +24,17 @@ def grouped_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Attention of query [B, HQ, T, D] over key, value [B, HKV, S, D]; mask bool or additive [B, 1, T, S]. Returns
-    [B, T, HQ, D]. transformers' attention interface."""
+    [B, T, HQ, D]. transformers' attention interface. Raises ValueError without a mask."""
+    if attention_mask is None:
+        raise ValueError("attention_mask: expected one, found none: padding and the future would be read")
     batch, heads, new, dim = query.shape
     groups = key.shape[1]
     scale = options.get("scaling") or dim**-0.5
     rows = query.reshape(batch, groups, heads // groups * new, dim) * scale
     scores = torch.matmul(rows, key.transpose(2, 3)).view(batch, groups, heads // groups, new, -1)
-    if attention_mask is not None:
-        mask = attention_mask[:, :, None]
-        lowest = torch.finfo(scores.dtype).min
-        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+    mask = attention_mask[:, :, None]
+    lowest = torch.finfo(scores.dtype).min
+    scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
     shares = torch.softmax(scores, -1).view(batch, groups, -1, scores.shape[-1])
     out = torch.matmul(shares, value).view(batch, heads, new, dim)
     return out.transpose(1, 2).contiguous(), None
@@ -81,9 +82,12 @@ class Batch:
 
     def __init__(self, model: Any, head: list[int], size: int, seed: list[int], temperature: float) -> None:
         from transformers.cache_utils import DynamicCache
+        from transformers.masking_utils import AttentionMaskInterface, eager_mask
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, grouped_attention)
+        # Without this the model would be given no mask at all, padding and the future included.
+        AttentionMaskInterface.register(ATTENTION, eager_mask)
         model.set_attn_implementation(ATTENTION)
         self.model = model
         self.temperature = temperature
