@@ -155,10 +155,12 @@ def save(rows: list[Row], out: Path) -> list[Path]:
     """Table and figures of growth and of the adapters into a folder; returns what was written."""
     import matplotlib as mpl
     from kvarena.experiments.bench.alloc_adapter import adapter_figure
+    from kvarena.experiments.bench.alloc_saved import summary
     from kvarena.experiments.style import STYLE, save_figure
 
-    written = [out / "allocators.txt"]
+    written = [out / "allocators.txt", out / "cost.md"]
     written[0].write_text(text(rows), encoding="utf-8")
+    written[1].write_text(summary(rows), encoding="utf-8")
     if any(row["study"] == "growth" for row in rows):
         with mpl.rc_context(STYLE):
             written += save_figure(growth_figure(rows), out / "growth")

@@ -18,7 +18,10 @@ def main() -> None:
     """Measure allocators on the host and kernels on a card."""
 
 
-@bench_app.command(epilog="Example: kvarena bench allocators --only replay --only op --out out/bench")
+@bench_app.command(
+    epilog="Examples: kvarena bench allocators --only replay --only op --out out/bench; "
+    "kvarena bench allocators --saved results/allocators/run1 --saved results/allocators/run2 --out out/shown"
+)
 def allocators(
     only: Annotated[
         list[str] | None,
@@ -32,19 +35,24 @@ def allocators(
     requests: Annotated[int, typer.Option(help="Requests of the replay.", min=50)] = 20_000,
     largest: Annotated[int, typer.Option(help="Largest pool and tree of the growth study.", min=10_000)] = 1_000_000,
     quick: Annotated[bool, typer.Option(help="A smoke run of seconds; its times mean nothing.")] = False,
+    saved: Annotated[
+        list[Path] | None, typer.Option(help="Show saved runs laid together, medians of all; nothing is run.")
+    ] = None,
 ) -> None:
     """Time both allocator designs: operations, replay, latencies, growth, memory, operation counts.
 
-    Rows are JSON lines on stdout, or in OUT/allocators.jsonl; the table for people goes to stderr.
+    Rows are JSON lines on stdout, or in OUT/allocators.jsonl; the table for people goes to stderr, a short one in
+    Markdown to OUT/cost.md.
     """
-    from kvarena.experiments.bench import alloc_tables
+    from kvarena.experiments.bench import alloc_saved, alloc_tables
     from kvarena.experiments.bench import allocators as bench
     from kvarena.experiments.scenarios import write_log
 
-    effort = bench.Effort(requests, repeats, samples, largest)
-    if quick:
-        effort = bench.Effort.quick()
-    rows = list(bench.run(only or bench.STUDIES, effort, lambda text: print(text, file=sys.stderr)))
+    if saved:
+        rows = alloc_saved.together([alloc_saved.load(folder) for folder in saved])
+    else:
+        effort = bench.Effort.quick() if quick else bench.Effort(requests, repeats, samples, largest)
+        rows = list(bench.run(only or bench.STUDIES, effort, lambda text: print(text, file=sys.stderr)))
     print(alloc_tables.text(rows), file=sys.stderr)
     if out is None:
         import json
@@ -99,14 +107,6 @@ def spread_of_runs(
     folders: Annotated[list[Path], typer.Argument(help="Folders that `bench allocators --out` wrote.", exists=True)],
 ) -> None:
     """Show how far the values of several runs of `bench allocators` lie apart."""
-    import json
+    from kvarena.experiments.bench import alloc_saved, alloc_tables
 
-    from kvarena.experiments.bench import alloc_tables
-
-    runs = []
-    for folder in folders:
-        path = folder / "allocators.jsonl"
-        if not path.is_file():
-            raise ValueError(f"{path}: not found; expected a folder that `kvarena bench allocators --out` wrote")
-        runs.append([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
-    print(alloc_tables.spread(runs), end="")
+    print(alloc_tables.spread([alloc_saved.load(folder) for folder in folders]), end="")

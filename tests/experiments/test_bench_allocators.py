@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from kvarena.allocators.config import make_allocator
 from kvarena.allocators.interface import Sequence
-from kvarena.experiments.bench import alloc_studies, allocators, real_sglang, real_vllm
+from kvarena.experiments.bench import alloc_saved, alloc_studies, allocators, real_sglang, real_vllm
 from kvarena.experiments.bench.alloc_load import page_names, replay_prompts
 from kvarena.experiments.bench.alloc_ops import Op, Timed, block_ops, token_ops
 from kvarena.experiments.bench.alloc_recorded import MARKS, Mark
@@ -210,7 +210,7 @@ def test_the_command_writes_rows_table_and_figure(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     names = {path.name for path in (tmp_path / "bench").iterdir()}
-    assert names == {"allocators.jsonl", "allocators.txt", "growth.pdf", "growth.svg", "growth.png"}
+    assert names == {"allocators.jsonl", "allocators.txt", "cost.md", "growth.pdf", "growth.svg", "growth.png"}
     lines = (tmp_path / "bench" / "allocators.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["study"] == "header"
 
@@ -228,3 +228,22 @@ def test_the_spread_of_runs_is_shown_beside_their_values(tmp_path: Path, rows: l
     assert all(line.endswith(("50%", "0")) for line in lines[1:])  # a count of zero has no range
     missing = CliRunner().invoke(app, ["bench", "spread", str(tmp_path)])
     assert isinstance(missing.exception, ValueError)
+
+
+def test_saved_runs_are_shown_together_by_their_medians(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    folders = [tmp_path / name for name in ("one", "two", "three")]
+    for factor, folder in zip((1, 10, 3), folders, strict=True):
+        folder.mkdir()
+        scaled = [rows[0], *(row | {name: row[name] * factor for name in ("value", "low", "high")} for row in rows[1:])]
+        (folder / "allocators.jsonl").write_text("".join(json.dumps(row) + "\n" for row in scaled))
+    saved = [part for folder in folders for part in ("--saved", str(folder))]
+    result = CliRunner().invoke(app, ["bench", "allocators", *saved, "--out", str(tmp_path / "shown")])
+    assert result.exit_code == 0, result.output
+    shown = alloc_saved.load(tmp_path / "shown")
+    assert len(shown) == len(rows)
+    for before, after in zip(rows[1:], shown[1:], strict=True):
+        assert after["value"] == pytest.approx(3 * before["value"])
+        assert (after["low"], after["high"]) == pytest.approx((before["low"], 10 * before["high"]))
+    table = (tmp_path / "shown" / "cost.md").read_text().splitlines()
+    assert len(table) == 2 + len(alloc_saved.SUMMARY)
+    assert all(line.count("|") == 2 + len(alloc_saved.DESIGNS) for line in table)
