@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kvarena.kernels._rows import heads_joined, parts_of
 from kvarena.kernels.decode import decode_config, decode_workspace_size, paged_decode
 from kvarena.kernels.page_table import PageTable
 from support.attention import CUDA, DEVICE, Batch, assert_attention, make_batch
@@ -70,6 +71,35 @@ def test_repeated_calls_agree_in_every_bit() -> None:
         again = decode(batch, num_splits=3)
         assert torch.equal(first[0], again[0])
         assert torch.equal(first[1], again[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "joined"),
+    [
+        ({}, 2),
+        ({"layout": "page_major"}, 2),
+        ({"layout": "fused"}, 1),
+        ({"layout": "hnd"}, 1),
+        ({"kv_heads": 3}, 1),
+        ({"group": 16}, 1),
+        ({"head_dim": 64}, 1),
+        ({"dtype": torch.float32}, 1),
+    ],
+    ids=lambda value: str(value),
+)
+def test_heads_of_rows_of_192_bytes_are_read_two_at_a_time(change: dict[str, Any], joined: int) -> None:
+    batch = make_batch(**({"seq_lens": [0, 64, 37], "head_dim": 96, "dtype": FP16} | change))
+    key, value, _ = batch.caches
+    assert heads_joined(key, value, batch.q.shape[1] // key.shape[2]) == joined
+    assert_attention(batch, decode(batch, num_splits=2))
+
+
+@pytest.mark.parametrize(
+    ("dim", "pairs", "parts"),
+    [(16, False, (16, 0)), (24, False, (16, 16)), (80, False, (64, 16)), (96, False, (64, 32)), (128, True, (64, 64))],
+)
+def test_a_row_is_cut_into_blocks_that_cover_it(dim: int, pairs: bool, parts: tuple[int, int]) -> None:
+    assert parts_of(dim, pairs) == parts
 
 
 def test_a_window_reads_no_page_before_it() -> None:
