@@ -12,7 +12,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 import numpy as np
-from kvarena.allocators._rows import Ints, PageRows
+from kvarena.allocators._rows import Index, Ints, PageRows
 from kvarena.allocators.interface import Sequence
 
 MIN_STAGED_PAGES = 1024  # changed pages that travel with the step; more of them go in a second copy
@@ -25,7 +25,7 @@ class Packed:
     num_tokens: int
     longest_query: int
     longest: int
-    rows: Ints
+    rows: Index
     end: int
 
 
@@ -41,44 +41,51 @@ class StepPacking:
         step_pages = max_batch_tokens // host.page_size + 2 * requests
         self.host = host
         self.header = 4 * requests + 2
-        self._fields = 4 if gathered else 3
+        self.fields = 4 if gathered else 3
         staged = max(MIN_STAGED_PAGES, 4 * requests, step_pages)
-        self.capacity = self.header + step_pages + self._fields * staged
+        self.capacity = self.header + step_pages + self.fields * staged
         self._ones = [1] * requests
-        self._count = np.arange(requests + 1, dtype=np.int32)
-        self._decoding: dict[int, Ints | None] = {}  # rows of the decode step that each buffer holds
+        self._count = np.arange(requests + 1, dtype=np.intp)
+        self._decoding: dict[int, Index | None] = {}  # rows of the decode step that each buffer holds
         self._place = np.full(requests + 1, -1, dtype=np.int32)  # of each row in the batch that is gathered
 
-    def pack(self, buffer: Ints, seqs: ListLike[Sequence], num_new_tokens: ListLike[int]) -> Packed:
-        """Write header and step pages. ValueError: see `adapter.batch`."""
+    def is_decode(self, seqs: ListLike[Sequence], num_new_tokens: ListLike[int]) -> bool:
+        """Whether this is a list of ones, one for each sequence."""
+        return isinstance(num_new_tokens, list) and len(seqs) > 0 and num_new_tokens == self._ones[: len(seqs)]
+
+    def pack_decode(self, buffer: Ints, seqs: ListLike[Sequence]) -> Packed:
+        """Write header and step pages of one new token each. ValueError: see `adapter.batch`."""
         host, count, limit = self.host, len(seqs), self.host.max_requests
         rows = host.rows_of(seqs)
-        plain = isinstance(num_new_tokens, list) and num_new_tokens == self._ones[:count]
-        new = self._count[1:2] if plain else _token_counts(num_new_tokens, count)
-        lens = np.array([seq.num_computed_tokens for seq in seqs], dtype=np.int32)
-        lens += new
-        host.check_covered(seqs, rows, lens)
-        if not count:
-            buffer[: self.header] = 0
-            self._decoding[id(buffer)] = None
-            return Packed(0, 0, 0, rows, self.header)
-        if plain:
-            if self._decoding.get(id(buffer)) is not rows:
-                self._write_header(buffer, rows, self._count[: count + 1], self._count[: count + 1])
-            num_tokens, longest_query = count, 1
-            pages = host.at(rows, (lens - 1) // host.page_size)
-        else:
-            starts = np.concatenate([self._count[:1], np.cumsum(new)])
-            num_tokens, longest_query = int(starts[count]), int(new.max())
-            pages, page_starts = self._step_pages(rows, lens - new, lens)
-            self._write_header(buffer, rows, starts, page_starts)
-        self._decoding[id(buffer)] = rows if plain else None
+        last = np.fromiter([seq.num_computed_tokens for seq in seqs], np.intp, count)  # position of the new token
+        host.check_covered(seqs, rows, last)
+        if self._decoding.get(id(buffer)) is not rows:
+            self._write_header(buffer, rows, self._count[: count + 1], self._count[: count + 1])
+            self._decoding[id(buffer)] = rows
+        end = self.header + count
+        buffer[self.header : end] = host.at(rows, last // host.page_size)
+        last += 1
+        buffer[limit : limit + count] = last
+        return Packed(count, 1, int(last.max()), rows, end)
+
+    def pack(self, buffer: Ints, seqs: ListLike[Sequence], num_new_tokens: ListLike[int]) -> Packed:
+        """Write header and step pages of any step. ValueError: see `adapter.batch`."""
+        host, count, limit = self.host, len(seqs), self.host.max_requests
+        rows, new = host.rows_of(seqs), _token_counts(num_new_tokens, count)
+        computed = np.fromiter([seq.num_computed_tokens for seq in seqs], np.intp, count)
+        lens = computed + new
+        host.check_covered(seqs, rows, lens - 1)
+        pages, page_starts = self._step_pages(rows, computed, lens)
+        starts = np.concatenate([self._count[:1], np.cumsum(new)])
+        self._write_header(buffer, rows, starts, page_starts)
+        self._decoding[id(buffer)] = None
         buffer[limit : limit + count] = lens
         end = self.header + len(pages)
         buffer[self.header : end] = pages
-        return Packed(num_tokens, longest_query, int(lens.max()), rows, end)
+        longest = (int(new.max()), int(lens.max())) if count else (0, 0)
+        return Packed(int(starts[count]), *longest, rows, end)
 
-    def _write_header(self, buffer: Ints, rows: Ints, starts: Ints, page_starts: Ints) -> None:
+    def _write_header(self, buffer: Ints, rows: Index, starts: Index, page_starts: Index) -> None:
         """All but the lengths. A decode step of the same rows finds it in the buffer as the last one left it."""
         count, limit = len(rows), self.host.max_requests
         buffer[: self.header] = 0
@@ -87,7 +94,7 @@ class StepPacking:
         buffer[2 * limit + count + 1 : 3 * limit + 1] = starts[-1]
         buffer[3 * limit + 1 : 3 * limit + 2 + count] = page_starts
 
-    def _step_pages(self, rows: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+    def _step_pages(self, rows: Index, begin: Index, end: Index) -> tuple[Ints, Index]:
         """Pages of positions [begin, end) of each row, one after the other; where each row's pages begin and end."""
         size = self.host.page_size
         first = begin // size
@@ -96,22 +103,30 @@ class StepPacking:
         columns = np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts)
         return self.host.at(np.repeat(rows, counts), columns), starts
 
-    def place(self, rows: Ints) -> None:
+    def place(self, rows: Index) -> None:
         """From now on row rows[b] stands at place b of the gathered batch."""
         self._place[:] = -1
         self._place[rows] = self._count[: len(rows)]
 
-    def take_changes(self) -> Ints:
-        """Changed entries, int32 [3, n], or [4, n] with places in the gathered batch."""
-        changes = self.host.take_changes()
-        if self._fields == 3 or not changes.size:
-            return changes
-        return np.concatenate([changes, self._place[changes[0]][None]])
+    def write_changes(self, buffer: Ints, start: int) -> tuple[int, Ints | None]:
+        """Write changed entries, [3 or 4, n], behind `start`; returns n, and an array of its own where they are too
+        many for the buffer."""
+        rows, columns, pages = self.host.take_changes()
+        count, fields = len(rows), self.fields
+        if not count:
+            return 0, None
+        fits = start + fields * count <= len(buffer)
+        target = buffer[start : start + fields * count] if fits else np.empty(fields * count, dtype=np.int32)
+        changes = target.reshape(fields, count)
+        changes[0], changes[1], changes[2] = rows, columns, pages
+        if fields == 4:
+            changes[3] = self._place[rows]
+        return count, None if fits else target
 
 
-def _token_counts(num_new_tokens: ListLike[int], count: int) -> Ints:
-    """As int32 [B]. ValueError: not one for each request, negative, or no integers."""
+def _token_counts(num_new_tokens: ListLike[int], count: int) -> Index:
+    """As an array [B]. ValueError: not one for each request, negative, or no integers."""
     new = np.asarray(num_new_tokens)
     if len(new) != count or (count and (new.dtype.kind not in "iu" or new.min() < 0)):
         raise ValueError(f"num_new_tokens: expected {count} numbers >= 0, found {list(num_new_tokens)}")
-    return new.astype(np.int32)
+    return new.astype(np.intp)

@@ -15,6 +15,7 @@ from kvarena.allocators.interface import AllocatorError, Commit, Reservation, Se
 from numpy.typing import NDArray
 
 Ints: TypeAlias = "NDArray[np.int32]"
+Index: TypeAlias = "NDArray[np.intp]"  # what NumPy indexes by; any other integer is converted, which costs more
 UNCHANGED = (0, 0)
 
 
@@ -50,11 +51,12 @@ class PageRows:
         self.width = -(-max_tokens // self.page_size)
         self._rows: dict[str, int] = {}
         self._free = list(range(max_requests, 0, -1))  # taken from the end, given back to it
-        self._counts = np.zeros(max_requests + 1, dtype=np.int32)
+        self._counts = np.zeros(max_requests + 1, dtype=np.intp)
         self._pages = np.zeros((max_requests + 1, self.width), dtype=np.int32)
+        self._flat = self._pages.reshape(-1)  # the same memory: one index a place is looked up faster than two
         self._runs: list[tuple[int, int, int]] = []  # changed: (row, first column, columns)
-        self._places: list[tuple[Ints, Ints]] = []  # changed: rows and columns, one page each
-        self._last: tuple[list[Sequence], Ints] | None = None  # what `rows_of` answered last; None: rows moved
+        self._places: list[tuple[Index, Index]] = []  # changed: rows and columns, one page each
+        self._last: tuple[list[Sequence], Index] | None = None  # what `rows_of` answered last; None: rows moved
 
     def __contains__(self, seq: Sequence) -> bool:
         return seq.request_id in self._rows
@@ -110,7 +112,7 @@ class PageRows:
     def _append_single(self, single: dict[int, Reservation]) -> None:
         if single:
             pages = [change.page_ids[0] for change in single.values()]
-            self._append(np.array(list(single), dtype=np.int32), pages, [change.seq for change in single.values()])
+            self._append(np.array(list(single), dtype=np.intp), pages, [change.seq for change in single.values()])
             single.clear()
 
     def append_each(self, seqs: ListLike[Sequence], members: ListLike[int], page_ids: array[int]) -> None:
@@ -120,15 +122,15 @@ class PageRows:
             return
         rows = self.rows_of(seqs)
         if len(members) < len(rows):
-            rows = rows[np.array(members, dtype=np.int64)]
+            rows = rows[np.array(members, dtype=np.intp)]
             seqs = [seqs[member] for member in members]
         self._append(rows, page_ids, seqs)
 
-    def _append(self, rows: Ints, page_ids: ListLike[int], seqs: ListLike[Sequence]) -> None:
+    def _append(self, rows: Index, page_ids: ListLike[int], seqs: ListLike[Sequence]) -> None:
         counts = self._counts[rows]
-        if (counts >= self.width).any():
+        if counts.max() >= self.width:
             self._check_width(seqs[int((counts >= self.width).argmax())], self.width + 1)
-        self._pages[rows, counts] = page_ids
+        self._flat[rows * self.width + counts] = page_ids
         self._counts[rows] = counts + 1
         self._places.append((rows, counts))
 
@@ -159,52 +161,50 @@ class PageRows:
         except KeyError:
             raise ValueError(f"request {seq.request_id} has no row: add it, or update with its reservation") from None
 
-    def rows_of(self, seqs: ListLike[Sequence]) -> Ints:
-        """Rows of different sequences, int32 [B]; the same array while the same sequences are asked for and keep
+    def rows_of(self, seqs: ListLike[Sequence]) -> Index:
+        """Rows of different sequences, [B]; the same array while the same sequences are asked for and keep
         their rows. ValueError: one has no row, or is named twice."""
         seqs = seqs if isinstance(seqs, list) else list(seqs)
         if self._last is not None and self._last[0] == seqs:
             return self._last[1]
-        rows = np.array([self.index(seq) for seq in seqs], dtype=np.int32)
+        rows = np.array([self.index(seq) for seq in seqs], dtype=np.intp)
         if len(np.unique(rows)) != len(rows):
             raise ValueError(f"a sequence is named twice in one batch: {[seq.request_id for seq in seqs]}")
         self._last = list(seqs), rows
         return rows
 
-    def longest(self, rows: Ints) -> int:
+    def longest(self, rows: Index) -> int:
         """Most pages in one of these rows."""
         return int(self._counts[rows].max()) if len(rows) else 0
 
-    def at(self, rows: Ints, columns: Ints) -> Ints:
+    def at(self, rows: Index, columns: Index) -> Ints:
         """Page ids at these places."""
-        return self._pages[rows, columns]
+        return self._flat[rows * self.width + columns]
 
-    def check_covered(self, seqs: ListLike[Sequence], rows: Ints, lens: Ints) -> None:
-        """Raise ValueError unless each row has pages for its `lens` tokens."""
-        covered = self._counts[rows] * self.page_size
-        short = lens > covered
-        if short.any():
+    def check_covered(self, seqs: ListLike[Sequence], rows: Index, last: Index) -> None:
+        """Raise ValueError unless each row has the page that holds its position `last`; -1: it needs none."""
+        counts = self._counts[rows]
+        short = last // self.page_size >= counts
+        if np.count_nonzero(short):
             at = int(short.argmax())
             raise ValueError(
-                f"request {seqs[at].request_id}: {int(lens[at])} tokens after this step, its row covers "
-                f"{int(covered[at])} (reserve first, and update with the reservation)"
+                f"request {seqs[at].request_id}: {int(last[at]) + 1} tokens after this step, its row covers "
+                f"{int(counts[at]) * self.page_size} (reserve first, and update with the reservation)"
             )
 
-    def take_changes(self) -> Ints:
-        """Entries changed since the last call, int32 [3, n]: row, column, page.
+    def take_changes(self) -> tuple[Index, Index, Ints]:
+        """Entries changed since the last call: rows, columns, pages, one each.
 
         A place noted twice has its latest page both times, so the order of writing them does not matter.
         """
         places, self._places = self._places, []
         if self._runs:
-            places.append(_places_of(np.array(self._runs, dtype=np.int32)))
+            places.append(_places_of(np.array(self._runs, dtype=np.intp)))
             self._runs.clear()
         if not places:
             return _NO_CHANGES
         rows, columns = places[0] if len(places) == 1 else (np.concatenate(each) for each in zip(*places, strict=True))
-        changes = np.empty((3, len(rows)), dtype=np.int32)
-        changes[0], changes[1], changes[2] = rows, columns, self._pages[rows, columns]
-        return changes
+        return rows, columns, self.at(rows, columns)
 
     def check(self, seqs: Iterable[Sequence]) -> None:
         """Rebuild every row from the source and compare; `seqs` are all live sequences. Raises AllocatorError."""
@@ -235,12 +235,12 @@ class PageRows:
         self._runs.append((row, start, len(pages)))
 
 
-_NO_CHANGES = np.empty((3, 0), dtype=np.int32)
+_NO_CHANGES = (np.empty(0, dtype=np.intp), np.empty(0, dtype=np.intp), np.empty(0, dtype=np.int32))
 
 
-def _places_of(runs: Ints) -> tuple[Ints, Ints]:
+def _places_of(runs: Index) -> tuple[Index, Index]:
     """Rows and columns of runs [n, 3] of (row, first column, columns)."""
     counts = runs[:, 2]
     rows = np.repeat(runs[:, 0], counts)
     first = np.repeat(runs[:, 1] - (np.cumsum(counts) - counts), counts)
-    return rows, (first + np.arange(len(rows))).astype(np.int32)
+    return rows, first + np.arange(len(rows))

@@ -186,9 +186,11 @@ class _TableAdapter:
         of new tokens and three or four a changed page; one launch, and one more where a block table has other
         members than the step before; no synchronisation.
         """
-        size, tokens = self._padded_shape(len(seqs), sum(num_new_tokens), pad_requests, pad_tokens)
-        buffer = self._upload.host_buffer()
-        packed = self._packing.pack(buffer, seqs, num_new_tokens)
+        decode = self._packing.is_decode(seqs, num_new_tokens)
+        num_tokens = len(seqs) if decode else sum(num_new_tokens)
+        size, tokens = self._padded_shape(len(seqs), num_tokens, pad_requests, pad_tokens)
+        buffer, packing = self._upload.host_buffer(), self._packing
+        packed = packing.pack_decode(buffer, seqs) if decode else packing.pack(buffer, seqs, num_new_tokens)
         self._send(buffer, packed, len(seqs), tokens)
         views = self._views.get((size, tokens)) or self._make_views(size, tokens)
         return Batch(*views, len(seqs), packed.num_tokens, packed.longest_query, packed.longest)
@@ -222,23 +224,18 @@ class _TableAdapter:
     def _send(self, buffer: NDArray[np.int32], packed: Packed, count: int, tokens: int) -> None:
         """Send the step and the changed entries, and carry them out; changes that the buffer cannot hold go in a
         copy of their own."""
-        changes = self._packing.take_changes()
-        end, own = packed.end + changes.size, None
-        if end <= len(buffer):
-            buffer[packed.end : end] = changes.reshape(-1)
-            self._upload.send(end)
-        else:
-            self._upload.send(packed.end)
-            own = torch.from_numpy(changes.reshape(-1)).to(self.device)
+        count_changed, apart = self._packing.write_changes(buffer, packed.end)
+        own = None if apart is None else torch.from_numpy(apart).to(self.device)
+        self._upload.send(packed.end if own is not None else packed.end + self._packing.fields * count_changed)
         longest = max(packed.longest_query, tokens - packed.num_tokens)
         at = packed.end if own is None else 0
-        apply_step(self._buffers, count, tokens, longest, changes.shape[1], at, own)
+        apply_step(self._buffers, count, tokens, longest, count_changed, at, own)
 
     def _send_changes(self) -> None:
         """Send changed entries outside of a batch, whose tensors stay as they are."""
-        changes = self._packing.take_changes()
-        own = torch.from_numpy(changes.reshape(-1)).to(self.device)
-        apply_step(self._buffers, -1, 0, 0, changes.shape[1], 0, own)
+        count, apart = self._packing.write_changes(np.empty(0, dtype=np.int32), 0)
+        own = None if apart is None else torch.from_numpy(apart).to(self.device)
+        apply_step(self._buffers, -1, 0, 0, count, 0, own)
 
     def nbytes(self) -> dict[str, int]:
         """Device bytes by buffer: a part of what an allocator costs, beside the pool itself."""
@@ -286,7 +283,7 @@ class BlockTableAdapter(_TableAdapter):
         self.tokens_per_entry = allocator.page_size
         super().__init__(allocator, **options)
         self._in_order = torch.arange(self.max_requests, dtype=torch.int32, device=self.device)
-        self._gathered_rows: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+        self._gathered_rows: NDArray[np.intp] = np.empty(0, dtype=np.intp)
 
     def _send(self, buffer: NDArray[np.int32], packed: Packed, count: int, tokens: int) -> None:
         super()._send(buffer, packed, count, tokens)
@@ -316,26 +313,36 @@ class ReqToTokenAdapter(_TableAdapter):
 class _Upload:
     """One int32 device buffer at a fixed address, filled by one copy from pinned memory.
 
-    Two host buffers take turns; one is written again only when its last copy is done.
+    Host buffers take turns. An event is recorded behind every half round of copies and waited for before that half is
+    written again, so that a step pays for a quarter of an event.
     """
+
+    HALF = 4
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self.device_buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self._hosts = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
-        self._events = [torch.cuda.Event() for _ in self._hosts] if pinned else []
+        self._hosts = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(2 * self.HALF)]
+        self._events = [torch.cuda.Event() for _ in range(2)] if pinned else []
         self._arrays = [host.numpy() for host in self._hosts]
+        self._pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # device and host views of the usual copies
         self._turn = 0
 
     def host_buffer(self) -> NDArray[np.int32]:
         """The buffer to write now, int32 [capacity]; waits until its last copy has left it."""
-        self._turn ^= 1
-        if self._events:
-            self._events[self._turn].synchronize()
+        half, place = divmod(self._turn, self.HALF)
+        if self._events and place == 0:
+            self._events[half].synchronize()
         return self._arrays[self._turn]
 
     def send(self, count: int) -> None:
-        """Copy the first `count` integers."""
-        self.device_buffer[:count].copy_(self._hosts[self._turn][:count], non_blocking=True)
-        if self._events:
-            self._events[self._turn].record()
+        """Copy the first `count` integers, and some behind them."""
+        turn, count = self._turn, min(-(-count // 256) * 256, len(self.device_buffer))
+        pair = self._pairs.get((turn, count))
+        if pair is None:
+            pair = self._pairs[turn, count] = self.device_buffer[:count], self._hosts[turn][:count]
+        pair[0].copy_(pair[1], non_blocking=True)
+        half, place = divmod(turn, self.HALF)
+        if self._events and place == self.HALF - 1:
+            self._events[half].record()
+        self._turn = (turn + 1) % len(self._hosts)
