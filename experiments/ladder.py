@@ -90,6 +90,12 @@ class Ladder:
             )
         return found.reset_index(drop=True)
 
+    @property
+    def unit(self) -> str:
+        """What a hit token of the tables is: a token, or an id of the trace that stands for several."""
+        size = self.manifest["tokens_per_id"]
+        return "" if size == 1 else f"each token here is an id of {size} tokens"
+
     def end(self, metric: str, *, upper: bool, pool: int | None = None) -> float:
         """A metric at one end."""
         rows = self.subsets[self.subsets["pool_bytes"] == (self.reference_pool if pool is None else pool)]
@@ -189,8 +195,8 @@ def _counts(plan: LadderPlan, done: SweepResult) -> dict[str, dict[int, dict[str
         if plan.kind == "compare":
             steps = pd.read_parquet(done.path / "cells" / str(key) / "steps.parquet", columns=["pool_bytes", "live"])
         counts[str(key)] = {
-            int(pool): _count(plan, part, times[times["pool_bytes"] == pool], steps, int(pool))
-            for pool, part in rows.groupby("pool_bytes")
+            pool: _count(plan, rows[rows["pool_bytes"] == pool], times[times["pool_bytes"] == pool], steps, pool)
+            for pool in rows["pool_bytes"].unique().tolist()
         }
     return counts
 
@@ -311,6 +317,7 @@ def _manifest(
         "rungs": {rung.name: {name: list(values) for name, values in rung.fields.items()} for rung in plan.rungs},
         "held": plan.held,
         "pools": pools,
+        "tokens_per_id": workloads[0].tokens_per_id,
         "seeds": [workload.seed for workload in workloads],
         "cells": len({cell.key for cell in (*plan.cells, *plan.ends.values())}),
         "shares": "Shapley; whole units by largest remainder, the earlier rung first",

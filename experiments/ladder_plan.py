@@ -30,16 +30,18 @@ LOWER_FAST = "lower end, fast form"
 UPPER_FAST = "upper end, fast form"
 UPPER_WHOLE = "upper end, with what is not observable here"
 # Fields that decide little by themselves go together where there are too many rungs, the first list first.
-ALWAYS_TOGETHER = (("index", "kind", "page_keys", "reversed_release", "unhashed_to_head"),)
-TOGETHER = (
+ALWAYS_TOGETHER: tuple[tuple[str, ...], ...] = (("index", "kind", "page_keys", "reversed_release", "unhashed_to_head"),)
+TOGETHER: tuple[tuple[str, ...], ...] = (
     ("demand_slack", "refused_evicts"),
     ("publish_generated", "preempt_keeps"),
     ("recency", "split_touches_suffix"),
     ("eviction_unit", "demand_slack", "refused_evicts"),
 )
 OWN_NAMES = {ALWAYS_TOGETHER[0]: "free pages and index"}
-ORDER = ("page_size", "publish", "publish_generated", "duplicates", "eviction_unit", "eviction_order", "recency")
-ORDER += ("split_touches_suffix", "demand_slack", "refused_evicts", "preempt_keeps")  # the others follow
+ORDER = (
+    *("page_size", "publish", "publish_generated", "duplicates", "eviction_unit", "eviction_order", "recency"),
+    *("split_touches_suffix", "demand_slack", "refused_evicts", "preempt_keeps"),
+)  # the others follow
 # Fields that no replay and no run shows, or that say nothing of a decision.
 SILENT = ("name", "form", "hash_fn", "need_sort", "sizing", "placement", "max_model_len", "retention_interval")
 
@@ -173,7 +175,7 @@ def _page_of_ids(base: Mapping[str, Any], visible: Visible, differing: Mapping[s
 def _rungs(seen: dict[str, tuple[Any, Any]], held: Mapping[str, str], groups: Sequence[str]) -> list[Rung]:
     if groups:
         return _named_rungs(seen, held, groups)
-    names = [(name,) for name in seen]
+    names: list[tuple[str, ...]] = [(name,) for name in seen]
     for together in ALWAYS_TOGETHER:
         names = _joined(names, together)
     for together in TOGETHER:

@@ -132,9 +132,10 @@ def _axes(size: tuple[float, float]) -> Axes:
 def footer(made: Ladder) -> str:
     """One line: what was run, and what cannot be seen."""
     held = ", ".join(made.manifest["held"]) or "nothing"
+    unit = f"; {made.unit}" if made.unit else ""
     return (
         f"kvarena ladder: {2 ** len(made.rungs)} subsets, exact Shapley shares; outputs "
-        f"{made.manifest['visible']['outputs']}; not observable here: {held}"
+        f"{made.manifest['visible']['outputs']}; not observable here: {held}{unit}"
     )
 
 

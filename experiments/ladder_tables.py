@@ -66,7 +66,8 @@ def _attribution(made: Ladder, pool: int) -> Table:
         f"{totals[TIME]:+.1f}",
     )
     low, high = (100 * made.end("token_hit_rate", upper=upper, pool=pool) for upper in (False, True))
-    table.caption = f"token hit rate {low:.3f} % to {high:.3f} %; outputs: {manifest['visible']['outputs']}"
+    notes = [f"token hit rate {low:.3f} % to {high:.3f} %", f"outputs: {manifest['visible']['outputs']}", made.unit]
+    table.caption = "; ".join(note for note in notes if note)
     return table
 
 
@@ -134,6 +135,6 @@ def ablation_tables(made: Ablations) -> Iterator[Table]:
     for name in ("linked list", "deque"):
         queues.add_column(name, justify="right")
     wide = made.removal.pivot(index="length", columns="queue", values="ns_a_page")
-    for length, row in wide.iterrows():
-        queues.add_row(f"{length:,}", f"{row['linked list']:,.0f}", f"{row['deque']:,.0f}")
+    for length, linked, plain in zip(wide.index, wide["linked list"], wide["deque"], strict=True):
+        queues.add_row(f"{length:,}", f"{linked:,.0f}", f"{plain:,.0f}")
     yield queues
