@@ -45,7 +45,7 @@ class LoadShape:
 LOADS: dict[str, LoadShape] = {
     "chat": LoadShape("chat", "chat lengths", 1020.0, 0.77, 16_000, 300.0),
     "long": LoadShape("long", "long prompts", 12_000.0, 0.5, 64_000, 300.0),
-    "shared": LoadShape("shared", "shared prompts", 300.0, 0.5, 2_000, 300.0, groups=64, system_tokens=2039),
+    "shared": LoadShape("shared", "shared prompts", 200.0, 0.5, 2_000, 400.0, groups=64, system_tokens=2039),
     "short": LoadShape("short", "short prompts", 30.0, 0.5, 90, 20.0, 0.3, 12, 32, groups=8, system_tokens=37),
 }
 STUDY = ("chat", "long", "shared")  # the loads of the capacity question

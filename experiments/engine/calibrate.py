@@ -62,7 +62,13 @@ def benchmark_rows(path: Path) -> tuple[list[dict[str, Any]], str]:
         for row in given
         if row["op"] == "store" and row.get("kernel") == "kvarena" and row.get("placement") == "shuffled"
     ]
-    return rows, f"fitted to {len(rows)} points of {path.name} on {', '.join(sorted(cards))}"
+    host = {row["what"]: row["us"] for row in given if row["op"] == "host" and row.get("kernel") == "kvarena"}
+    if {"store", "decode"} <= set(host):
+        rows.append({"op": "launch", "us": host["store"] + host["decode"], "page_size": 1, "bytes": 0.0})
+    return (
+        rows,
+        f"fitted to {sum(row['op'] != 'launch' for row in rows)} points of {path.name} on {', '.join(sorted(cards))}",
+    )
 
 
 _UNIFORM = re.compile(r"(\d+)/(\d+)x(\d+)")
@@ -94,9 +100,9 @@ def _extend_amounts(row: Mapping[str, Any]) -> tuple[float, float]:
 def calibrate(rows: Iterable[Mapping[str, Any]], source: str, base: GpuTimes | None = None) -> GpuTimes:
     """Fit the attention coefficients to rows of the kernel benchmark; the rest stays as in `base`.
 
-    A row has `op` ("decode", "extend" or "store"), `us`, `page_size`, and `bytes` (KV of one layer) or `flops` (of
-    tiles), and perhaps `point`. Without stores, theirs stay as in `base`. The error is out of sample: each point is
-    predicted from a fit to the others, at no page size of it; without points, each half from the other. Raises
+    A row has `op` ("decode", "extend", "store" or "launch"), `us`, `page_size`, and `bytes` (KV of one layer) or
+    `flops` (of tiles), and perhaps `point`. What has no row stays as in `base`. The error is out of sample: each point
+    is predicted from a fit to the others, at no page size of it; without points, each half from the other. Raises
     ValueError for too few rows.
     """
     given = list(rows)
@@ -117,6 +123,7 @@ def calibrate(rows: Iterable[Mapping[str, Any]], source: str, base: GpuTimes | N
         decode_gbps=decode_rate / 1e3,
         extend_us=extend_us,
         extend_tflops=extend_rate / 1e6,
+        launch_us=next((float(row["us"]) for row in given if row["op"] == "launch"), base.launch_us),
         store_us=store_us,
         store_gbps=store_rate / 1e3,
         decode_gbps_by_page=by_page,
@@ -246,7 +253,7 @@ def step_errors(path: Path, times: GpuTimes) -> pd.DataFrame:
                     "step": number,
                     "kind": kind if amounts.num_extends else "decode",
                     "measured_us": step["kernels_us"],
-                    "predicted_us": model.kernels_us(amounts),
+                    "predicted_us": model.launched_us(amounts),
                     "host_us": step["host_us"],
                 }
             )
@@ -263,6 +270,15 @@ def step_error_table(frame: pd.DataFrame) -> dict[str, list[float]]:
         ordered = sorted(part["error"])
         found[str(kind)] = [round(percentile(ordered, share), 4) for share in (0.5, 0.95)]
     return found
+
+
+def rank_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """Time of all steps of each run, measured and predicted, ms, and the rank among the designs of its load."""
+    sums = frame.groupby("cell", sort=False)[["measured_us", "predicted_us"]].sum() / 1e3
+    sums.columns = ["measured_ms", "predicted_ms"]
+    load = sums.index.str.rsplit("/", n=1).str[0]
+    ranks = sums.groupby(load).rank().astype(int)
+    return sums.assign(measured_rank=ranks["measured_ms"], predicted_rank=ranks["predicted_ms"])
 
 
 def plot_steps(frame: pd.DataFrame, ax: Axes) -> Axes:

@@ -68,6 +68,8 @@ class GpuTimes:
     """Coefficients. Rates in GB/s and TFLOP/s, times in microseconds, launches once a layer.
 
     decode_gbps_by_page  bandwidth of decode attention at page sizes for which it was measured apart
+    launch_us            host time of a layer's launches where no captured graph replays them: the least that a layer
+                         takes in the `kernels` executor; a server's steps are replayed, so theirs leave it out
     error                relative error out of sample, {"decode": [p50, p95], ...}; empty when not calibrated
     """
 
@@ -78,6 +80,7 @@ class GpuTimes:
     linear_gbps: float = 0.8 * 4800
     linear_tflops: float = 0.65 * 989
     step_us: float = 300.0
+    launch_us: float = 60.0
     store_us: float = 2.0
     store_gbps: float = 0.75 * 4800
     swap_gbps: float = 50.0
@@ -201,6 +204,11 @@ class StepTimeModel:
         stores = amounts.new_tokens * self.shape.bytes_per_token / self.gpu.store_gbps / 1e3
         stores += self.shape.num_layers * self.gpu.store_us if amounts.new_tokens else 0.0
         return stores + self._decode_us(amounts.decode_tokens) + self._extend_us(amounts)
+
+    def launched_us(self, amounts: StepAmounts) -> float:
+        """The same, launched kernel by kernel: never below the host's time for it."""
+        floor = self.shape.num_layers * self.gpu.launch_us if amounts.new_tokens else 0.0
+        return max(self.kernels_us(amounts), floor)
 
     def _linear_us(self, num_tokens: int) -> float:
         weights = self.compute.parameters * ITEMSIZE["bfloat16"]
