@@ -32,6 +32,7 @@ def plot_waterfall(
     scale, name = SCALES[metric]
     table = made.of(metric, pool)
     at = made.end(metric, upper=False, pool=pool) * scale
+    reach = [at]
     _end(ax, 0, at)
     for place, row in enumerate(table.to_dict("records"), 1):
         value, low, high = (scale * row[part] for part in ("value", "low", "high"))
@@ -41,6 +42,7 @@ def plot_waterfall(
         )
         colour, hatch = (UP, "") if value >= 0 else (DOWN, "////")
         ax.barh(place, value, left=at, height=0.62, color=colour, hatch=hatch, edgecolor="white", linewidth=0, zorder=2)
+        reach += [at + low, at + high, at + value]
         at += value
         ax.annotate(
             _short(value) if abs(value) < 1000 else f"{value:+,.0f}",
@@ -57,7 +59,8 @@ def plot_waterfall(
     ax.set_yticks(range(len(labels)), [_folded(label) for label in labels])
     ax.set_ylim(last + 0.6, -0.6)
     ax.xaxis.set_major_locator(MaxNLocator(6))
-    ax.margins(x=0.14)
+    room = 0.16 * (max(reach) - min(reach)) or 0.5  # for the numbers; bars end at no edge of the axes
+    ax.set_xlim(min(reach) - room / 2, max(reach) + room)
     ax.set_xlabel(name)
     ax.grid(axis="y", visible=False)
     ax.set_title(_title(made, pool))
@@ -97,7 +100,7 @@ def plot_interactions(
             text = _short(value)
             ax.text(column, row, text, ha="center", va="center", fontsize=6.5, color=ink, fontweight=weight)
     ticks = [_folded(name, 18) for name in names]
-    ax.set_xticks(range(len(names)), ticks, rotation=40, ha="right", rotation_mode="anchor")
+    ax.set_xticks(range(len(names)), ticks, rotation=90)
     ax.set_yticks(range(len(names)), ticks)
     ax.grid(visible=False)
     unit = "points" if metric == "token_hit_rate" else SCALES[metric][1]
