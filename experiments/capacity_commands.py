@@ -11,7 +11,7 @@ import typer
 CAPACITY_EXAMPLES = """Examples:\n
 kvarena capacity --out out/capacity\n
 kvarena capacity --model deepseek-v2-lite --loads chat --designs block-64,token-64 --no-beyond\n
-kvarena capacity --saved results/capacity --measured results/h200/capacity.json\n
+kvarena capacity --saved results/h200/capacity.json --out out/card\n
 kvarena capacity --backends"""
 
 
@@ -36,7 +36,7 @@ def capacity(
     beyond: Annotated[bool, typer.Option("--beyond/--no-beyond", help="Also bursts past capacity.")] = True,
     jobs: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
     saved: Annotated[
-        list[Path] | None, typer.Option(help="Show a finished study in place of running one; several are joined.")
+        list[Path] | None, typer.Option(help="Show a finished study, or a card's .json; several are joined.")
     ] = None,
     measured: Annotated[Path | None, typer.Option(help="Results of a card (capacity.json) to show beside.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the tables and the figure.")] = None,

@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from kvarena.experiments.budget import format_bytes
-from kvarena.experiments.capacity import PANELS, PARTS, Cell, Found, beyond_sizes, measure
+from kvarena.experiments.capacity import DECLARED, PANELS, PARTS, Cell, Found, beyond_sizes, measure
 from kvarena.experiments.capacity_backends import BACKENDS, page_size_for
 from kvarena.experiments.capacity_loads import load_shape
+from kvarena.experiments.capacity_sizing import Server
 from kvarena.experiments.engine.step_time import GpuTimes, load_gpu_times
+from kvarena.experiments.models import model_shape
 from kvarena.experiments.provenance import provenance
 
 if TYPE_CHECKING:
@@ -81,8 +83,10 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def load_capacity(path: Path | str) -> CapacityResult:
-    """Read a finished study. Raises ValueError naming what is missing or broken."""
+    """Read a finished study, or a card's file (.json). Raises ValueError naming what is missing or broken."""
     folder = Path(path)
+    if folder.suffix == ".json":
+        return from_card(folder)
     try:
         manifest = json.loads((folder / "result.json").read_text(encoding="utf-8"))
         if manifest.pop("schema_version", None) != SCHEMA_VERSION or manifest.pop("kind", None) != "capacity":
@@ -191,6 +195,40 @@ def collect(found: list[Found], gpu: GpuTimes, started: float) -> CapacityResult
     )
 
 
+def from_card(path: Path) -> CapacityResult:
+    """What a card measured, as a study: no bursts beyond capacity, and only the cells that were run there.
+
+    Raises ValueError naming the file when it is no file of `capacity_card`.
+    """
+    from kvarena.experiments.capacity_card import read_measured
+
+    data = read_measured(path)
+    cells = data["cells"]
+    names = ["panel", "load", "seed", "design", "label", "policy", "page_size", "num_pages", "ideal", "predicted"]
+    names += ["measured", *(f"lost_{part}" for part in PARTS), "stopped"]
+    try:
+        rows = pd.DataFrame([{name: cell[name] for name in names} for cell in cells])
+        sizing = pd.DataFrame([{"panel": c["panel"], "design": c["design"], **c["sizing"]} for c in cells])
+        model = cells[0]["model"]
+    except KeyError as error:
+        raise ValueError(f"{path}: a cell has no field {error}") from None
+    shape = model_shape(model)
+    manifest = {
+        "model": model,
+        "bytes_per_token": shape.bytes_per_token,
+        "shape": shape.model_dump(exclude_none=True),
+        "declared_max_tokens": DECLARED,
+        "max_model_len": Server().max_model_len,
+        "loads": {name: load_shape(name).text for name in dict.fromkeys(rows["load"])},
+        "step_times": "none: real pools and kernels",
+        "seed": int(rows["seed"].iloc[0]),
+        "carried_by": data["gpu"]["name"],
+    }
+    bursts = pd.DataFrame(columns=["panel", "load", "design", "size", "carried"])
+    sizing = sizing.drop_duplicates(["panel", "design"], ignore_index=True)
+    return CapacityResult(rows, bursts, sizing, manifest, {"inputs": [path.name], "gpu": data["gpu"]})
+
+
 # --- for people ---
 
 
@@ -207,7 +245,11 @@ def answer_table(result: CapacityResult, panel: str, measured: dict[tuple[str, s
     for design in dict.fromkeys(rows["design"]):
         cells = [str(rows.loc[rows["design"] == design, "label"].iloc[0])]
         for load in result.loads:
-            row = rows[(rows["design"] == design) & (rows["load"] == load)].iloc[0]
+            mine = rows[(rows["design"] == design) & (rows["load"] == load)]
+            if not len(mine):
+                cells.append("not run")
+                continue
+            row = mine.iloc[0]
             on_card = (measured or {}).get((panel, load, design))
             beside = "" if on_card is None else f", card {on_card}"
             cells.append(f"{row['measured']:,} ({row['predicted']:,}){beside}")

@@ -52,6 +52,9 @@ def plot_capacity(result: CapacityResult, panel: str, load: str, ax: Axes) -> Ax
     The prediction is a black line across the bar; a white diamond is what a card carried.
     """
     rows = result.capacity[(result.capacity["panel"] == panel) & (result.capacity["load"] == load)]
+    if not len(rows):
+        ax.text(0.5, 0.5, "not run", transform=ax.transAxes, ha="center", va="center", color="#777777")
+        return ax
     chosen = _looks(rows)
     for place, row in enumerate(rows.to_dict("records")):
         look = chosen[row["design"]]
@@ -176,8 +179,9 @@ def _legends(figure: Figure, result: CapacityResult, beyond: bool, axes: Axes | 
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
+    by = result.manifest.get("carried_by", "simulated engine")
     handles: list[Any] = [Line2D([], [], color="black", linewidth=1.6, label="predicted in closed form")]
-    handles.append(Patch(facecolor="#0072B2", edgecolor="black", linewidth=0.5, label="carried (simulated engine)"))
+    handles.append(Patch(facecolor="#0072B2", edgecolor="black", linewidth=0.5, label=f"carried ({by})"))
     for part in reversed(PARTS):
         if (result.capacity[f"lost_{part}"] > 0).any():
             colour, hatch = PART_LOOKS[part]
@@ -241,4 +245,4 @@ def _footer(result: CapacityResult) -> str:
     if len(result.loads) == 1:  # a narrow figure
         return card
     limits = f"up to {about['max_model_len']:,} tokens a row; clients declare {about['declared_max_tokens']:,} tokens"
-    return f"{card}; {limits}; simulated, step times {about['step_times']}"
+    return f"{card}; {limits}; step times {about['step_times']}"
