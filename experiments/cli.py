@@ -48,6 +48,8 @@ def run() -> None:
         # Typer ends with 1 on a closed pipe, as if the command had failed.
         if isinstance(done.__context__, BrokenPipeError):
             raise SystemExit(141) from None
+        if done.code == 130:  # Typer ends so on Ctrl-C, without a word
+            print("kvarena: interrupted; a sweep keeps its finished cells, nothing else was written", file=sys.stderr)
         raise
     except ValueError as error:
         print(f"kvarena: {error}", file=sys.stderr)

@@ -34,9 +34,15 @@ def provenance(seeds: Iterable[int], inputs: Iterable[Path], started: float) -> 
         "seeds": list(seeds),
         "inputs": [{"name": path.name, "sha256": sha256(path), "bytes": path.stat().st_size} for path in inputs],
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
-        "wall_s": round(time.time() - started, 3),
+        "wall_s": _passed(started),
         "peak_memory_bytes": _peak_memory(),
     }
+
+
+def _passed(started: float) -> float | None:
+    """Seconds since `started`; None when the clock was set back meanwhile."""
+    passed = time.time() - started
+    return None if passed < 0 else round(passed, 3)
 
 
 def code_version() -> dict[str, Any]:

