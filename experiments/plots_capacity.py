@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvarena.experiments.capacity import PANELS, PARTS
+from kvarena.experiments.capacity import PARTS
 from kvarena.experiments.style import KIND_COLOURS, STYLE, Look, add_footer, save_figure, shade
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ PART_LOOKS: dict[str, tuple[str, str]] = {
     "tables": ("#8C8C8C", "----"),
 }
 FOOTER_IN = 0.22
+PANEL_TEXT = {"equal": "equal bytes", "deployed": "as deployed"}
 # Shade (in doublings of the page), marker, dashes, filled marker.
 DETAILS: dict[str, tuple[float, str, Any, bool]] = {
     "1": (0, "o", "-", True),
@@ -54,6 +55,7 @@ def plot_capacity(result: CapacityResult, panel: str, load: str, ax: Axes) -> Ax
     rows = result.capacity[(result.capacity["panel"] == panel) & (result.capacity["load"] == load)]
     if not len(rows):
         ax.text(0.5, 0.5, "not run", transform=ax.transAxes, ha="center", va="center", color="#777777")
+        ax.set_axis_off()
         return ax
     chosen = _looks(rows)
     for place, row in enumerate(rows.to_dict("records")):
@@ -142,7 +144,7 @@ def draw_capacity(result: CapacityResult) -> Figure:
         for row, panel in enumerate(panels):
             for column, load in enumerate(loads):
                 plot_capacity(result, panel, load, grid[row][column])
-                grid[row][column].set_title(f"{result.manifest['loads'][load]}: {PANELS[panel]}", loc="left")
+                grid[row][column].set_title(f"{result.manifest['loads'][load]}, {PANEL_TEXT[panel]}", loc="left")
         for column, load in enumerate(loads):
             if extra:
                 _beyond_column(result, load, [grid[len(panels) + i][column] for i in range(2)], column == 0)
@@ -155,7 +157,7 @@ def draw_capacity(result: CapacityResult) -> Figure:
 def _leave_room(figure: Figure, columns: int, beyond: bool) -> None:
     """For the legends: above everything, and between the last axes and the footer."""
     tall = figure.get_figheight()
-    above = 0.3 if columns > 1 else 0.95
+    above = 0.42 if columns > 1 else 0.95
     below = FOOTER_IN + ((0.3 if columns > 1 else 0.6) if beyond else 0.0)
     engine: Any = figure.get_layout_engine()
     engine.set(rect=(0, below / tall, 1, 1 - (above + below) / tall))
@@ -172,7 +174,7 @@ def _beyond_column(result: CapacityResult, load: str, axes: list[Axes], first: b
     if first:
         axes[0].set_ylabel("output tokens/s")
         axes[1].set_ylabel("preemptions a request")
-    axes[0].set_title(f"{result.manifest['loads'][load]}: bursts of growing size, equal bytes", loc="left")
+    axes[0].set_title(f"{result.manifest['loads'][load]}, growing bursts", loc="left")
 
 
 def _legends(figure: Figure, result: CapacityResult, beyond: bool, axes: Axes | None) -> None:
