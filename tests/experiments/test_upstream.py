@@ -359,3 +359,21 @@ def test_the_real_package_decides_as_ours(package: str) -> None:
     said = live("-m", "kvarena", "verify", "upstream", package, "--ops", "6000")
     assert f"{package} {compare.VERSIONS[package]}: " in said
     assert "every decision agrees" in said
+
+
+# --- what was saved ---
+
+SAVED = sorted((Path(__file__).parents[2] / "results" / "upstream").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", SAVED, ids=lambda path: path.stem)
+def test_a_saved_outcome_is_whole_and_the_documents_name_it(path: Path) -> None:
+    whole = json.loads(path.read_text())
+    assert path.stem == f"{whole['package']}-{whole['version']}"
+    assert whole["ops"] == sum(setting["ops"] for setting in whole["settings"]) >= 100_000
+    assert whole["differences"] == sum(setting["difference"] is not None for setting in whole["settings"])
+    assert len(whole["settings"]) == {"vllm": 15, "sglang": 14}[whole["package"]]
+    text = (path.parents[2] / "docs" / "upstream.md").read_text()
+    assert whole["version"] in text
+    if whole["version"] == compare.VERSIONS[whole["package"]]:
+        assert whole["differences"] == 0
