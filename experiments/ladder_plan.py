@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvarena.allocators.config import Design
+from kvarena.experiments.config import SECTION_OF
 from kvarena.experiments.specs import AllocatorEntry, allocator_entry
 from kvarena.experiments.sweep_plan import Kind, SweepCell, kind_of, sweep_cells
 
@@ -222,12 +223,16 @@ def _extra_rungs(
     kind: Kind, visible: Visible, extra: Mapping[str, tuple[Any, Any]], held: dict[str, str]
 ) -> list[Rung]:
     """Rungs beside the designs' own: fields of the engine, or of the allocator at values that neither design has."""
-    rungs = []
+    from kvarena.experiments.engine.run_config import SECTION_OF as OF_RUNS
+
+    known, rungs = OF_RUNS if kind == "run" else SECTION_OF, []
     for name, ends in extra.items():
-        if name in Design.model_fields or kind == "run":
+        if name in Design.model_fields or name in known:
             rungs.append(Rung(name, {name: ends}))
-        else:
+        elif name in OF_RUNS:
             held[name] = "a replay has no scheduler; give a config of `kvarena run`"
+        else:
+            raise ValueError(f"ladder: rung {name!r}: no field of an allocator or a config; known: {', '.join(known)}")
     return rungs
 
 
@@ -279,7 +284,7 @@ def _make(kind: Kind, base: Mapping[str, Any], fields: Mapping[str, Any], name: 
     try:
         cell = sweep_cells({**plain, "sweep": [others]})[0]
     except ValueError as error:
-        text = str(error).removeprefix(f"cell 1 ({SweepCell('', kind, others, {}).name}): ")
+        text = str(error).removeprefix(f"cell 1 ({SweepCell('', kind, others, {}).name}): ").split(", found {")[0]
         raise ValueError(f"ladder: with {name} at the upper end: {text}; switch them together, --fields a+b") from None
     return replace(cell, point={"upper": name})
 

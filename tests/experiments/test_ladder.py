@@ -96,6 +96,7 @@ def test_more_rungs_than_can_be_run_are_refused_and_groups_make_fewer() -> None:
         ({"groups": ["hash_fn"]}, "'hash_fn' is no field in which the ends differ"),
         ({"lower": "exact"}, "expected designs of kind block or token, found 'exact'"),
         ({"upper": "vllm"}, "the two ends do not differ in anything that can be seen here"),
+        ({"extra": {"latency": (1, 2)}}, "rung 'latency': no field of an allocator or a config; known: trace"),
         ({"extra": {"hash_unit": ("none", 4)}}, r"hash_unit = 4: expected a divisor of the page size 1 .*switch them"),
     ],
 )
