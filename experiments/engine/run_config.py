@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from kvarena.experiments.budget import parse_bytes
+from kvarena.experiments.capacity_backends import page_size_for
 from kvarena.experiments.config import PoolConfig, PositiveInt, WorkloadConfig, load_config, toml_value
 from kvarena.experiments.engine.scheduler import SchedulerConfig
 from kvarena.experiments.engine.step_time import HOST
@@ -57,6 +58,8 @@ class RunEngineConfig(_Section):
     """The engine of a run. The scheduler's limits and options are those of `SchedulerConfig`.
 
     executor        "simulated": a step-time model in place of a GPU
+    attention       attention backend, which fixes the pages: its own choice where the allocator states no page_size,
+                    else a check that it reads the stated ones (`kvarena capacity --backends`)
     clock           "feedback": a hit saves time, which decides who is admitted when; "fixed": one recorded schedule of
                     admissions and releases, so that the allocator alone differs; "both": the run of "feedback", with
                     the hits of "fixed" beside it
@@ -94,6 +97,7 @@ class RunEngineConfig(_Section):
     adaptive_cap: bool = False
     conservativeness: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     executor: Literal["simulated"] = "simulated"
+    attention: StrictStr | None = None
     clock: Literal["feedback", "fixed", "both"] = "feedback"
     schedule: StrictStr | None = None
     host: Literal["ours", "none", "ours-block", "ours-token", "vllm", "sglang"] = "ours"
@@ -221,6 +225,7 @@ def run_config(data: Mapping[str, Any], sets: Iterable[str] = ()) -> RunConfig:
     if isinstance(stated, dict) and not {"name", "kind"} & set(stated):
         # Fields alone say what differs from the allocator that runs otherwise.
         given["allocator"] = {**preset.get("allocator", {"name": "vllm"}), **stated}
+    _page_size_of_backend(given)
     try:
         config = RunConfig.model_validate(given)
     except ValidationError as error:
@@ -236,6 +241,13 @@ def _one_allocator(given: dict[str, Any]) -> None:
     if "allocator" in given or not isinstance(listed, list) or len(listed) != 1:
         raise ValueError("allocators: a run takes one [allocator]; `kvarena compare` takes several")
     given["allocator"] = {"name": listed[0]} if isinstance(listed[0], str) else dict(listed[0])
+
+
+def _page_size_of_backend(given: dict[str, Any]) -> None:
+    engine, stated = given.get("engine"), given.get("allocator", {"name": "vllm"})
+    if not isinstance(engine, dict) or not isinstance(engine.get("attention"), str) or not isinstance(stated, dict):
+        return
+    given["allocator"] = {**stated, "page_size": page_size_for([engine["attention"]], stated.get("page_size"))}
 
 
 def _set(given: dict[str, Any], item: str) -> None:
