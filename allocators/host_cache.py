@@ -316,13 +316,12 @@ class HostCache(KVAllocator):
         return evicted
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> Fork | None:
-        """As `SupportsFork.fork`; what it evicts is lost, since its copies are carried out at once. ValueError when the
-        design has no fork."""
+        """As `SupportsFork.fork`; its copies come behind the moves told here. ValueError: the design has no fork."""
         if not hasattr(self.inner, "fork"):
             raise ValueError(f"allocator {self.kind!r} has no fork")
         made: Fork | None = self.inner.fork(parent, child, *([] if num_tokens is None else [num_tokens]))
         if made is not None:
-            self._taken(made.evicted)
+            self._evicted(made.evicted)
             self._taken(copy.dst for copy in made.copies)
             if made.commit is not None:
                 self._taken(made.commit.freed)

@@ -62,7 +62,7 @@ def fork(scheduler: Scheduler, parent: EngineRequest, child: EngineRequest, num_
     child.state, child.num_computed = State.RUNNING, num_tokens
     child.forked = parent.forked = True
     scheduler.forks += 1
-    scheduler.copied_pages += len(made.copies)
+    scheduler.note_copies(made.copies)
     scheduler.join(child)
     return True
 
@@ -72,6 +72,9 @@ def branch_samples(scheduler: Scheduler, entry: Scheduled, sample: Sample) -> li
     their first token; the parent still holds its pages."""
     parent, ended = entry.request, []
     parent.branched = True
+    if parent.state is State.RUNNING:
+        # With lag 1 its next step may be in flight, and writes behind what the others share.
+        parent.seq.num_computed_tokens = parent.num_computed
     for number, other in enumerate(sample.others, 1):
         child = child_of(parent, f"{parent.id}/{number}", entry.end, other.token)
         scheduler.children.append(child)

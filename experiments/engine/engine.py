@@ -59,7 +59,6 @@ class Engine:
         self.executor = executor
         self.lag = scheduler.config.result_lag
         self.num_steps = 0
-        self._copied = 0  # pages so far
         # Launched, its result not processed.
         self.in_flight: StepPlan | None = None
 
@@ -75,7 +74,6 @@ class Engine:
         """Schedule and launch one step, and process the results that are due."""
         plan = self.scheduler.schedule()
         plan.moves = self.scheduler.take_moves()
-        plan.copied_pages, self._copied = self.scheduler.copied_pages - self._copied, self.scheduler.copied_pages
         self.executor.launch(plan)
         due: StepPlan | None = plan
         if self.lag:

@@ -14,7 +14,6 @@ from kvarena.allocators.interface import (
     Commit,
     Fork,
     KVAllocator,
-    PageCopy,
     PageMove,
     Reservation,
     Sequence,
@@ -60,9 +59,9 @@ class KVShape:
 class PagedMemory:
     """Pool and page table of one engine; `allocator` is what its scheduler has to use, so that rows keep up.
 
-    A plan's copies are carried out by `begin`, in order: pages to the host, copies on the device (runs that moved,
-    shared pages that are written, pages in which a hit ends), pages from the host. Runs of requests admitted in this
-    very step move last, behind their return from the host. A fork, which comes between two steps, copies at once.
+    A plan's copies are carried out by `begin` in the plan's order. What reservations ask for (runs that moved, pages in
+    which a hit ends) comes before the first page from the host; runs of requests admitted in this very step move last,
+    behind their return from there.
     """
 
     def __init__(self, allocator: KVAllocator, shape: KVShape, limits: SchedulerConfig, options: MemoryOptions) -> None:
@@ -123,11 +122,9 @@ class PagedMemory:
         self.adapter.add(fork.child)
         if fork.commit is not None:
             self.adapter.update(fork.commit)
-        self.copy(fork.copies)
 
-    def unshared(self, seq: Sequence, copies: ListLike[PageCopy]) -> None:
+    def unshared(self, seq: Sequence) -> None:
         self.adapter.refresh(seq)
-        self._moves.append((seq, tuple(copies)))
 
     # What a step does
 
@@ -157,7 +154,7 @@ class PagedMemory:
             if direction == "in" and early:
                 self.copy(early)
                 early = []
-            self._to_host(pages) if direction == "out" else self._from_host(pages)
+            {"out": self._to_host, "in": self._from_host, "copy": self.copy}[direction](pages)
         self.copy([*early, *late])
 
     def copy(self, moves: Iterable[PageMove]) -> None:

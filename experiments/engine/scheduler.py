@@ -113,17 +113,16 @@ class Scheduled:
         return self.request.done or self.request.epoch != self.epoch
 
 
-Moves = tuple[Literal["out", "in"], tuple[PageMove, ...]]
+Moves = tuple[Literal["out", "in", "copy"], tuple[PageMove, ...]]
 
 
 @dataclass(slots=True)
 class StepPlan:
     """What one step computes, in batch order, and what scheduling it did to the queues.
 
-    moves  copies between device and host to carry out before anything is computed, in order: ("out", device page to
-           host page) and ("in", host page to device page)
-    copied_pages  pages copied on the device for it: shared ones that are written, and what forks since the last plan
-                  could not share
+    moves  copies to carry out before anything is computed, in order, since a page may be in several: ("out", device
+           page to host page), ("in", host page to device page), and ("copy", device page to device page): shared pages
+           that are written, and what forks since the last plan could not share
     """
 
     kind: Literal["mixed", "prefill", "decode", "idle"] = "mixed"
@@ -131,11 +130,16 @@ class StepPlan:
     admitted: list[EngineRequest] = field(default_factory=list)
     preempted: list[EngineRequest] = field(default_factory=list)
     moves: list[Moves] = field(default_factory=list)
-    copied_pages: int = 0
 
     @property
     def num_moved_pages(self) -> int:
-        return sum(len(moves) for _, moves in self.moves)
+        """Pages that cross between device and host."""
+        return sum(len(moves) for direction, moves in self.moves if direction != "copy")
+
+    @property
+    def num_copied_pages(self) -> int:
+        """Pages copied on the device."""
+        return sum(len(moves) for direction, moves in self.moves if direction == "copy")
 
     @property
     def num_tokens(self) -> int:
@@ -299,11 +303,18 @@ class Scheduler(ABC):
             return True
         start = request.num_computed
         copies = self.allocator.prepare_write(request.seq, start, start + n)  # type: ignore[attr-defined]
-        self.copied_pages += len(copies or ())
+        self.note_copies(copies or ())
         return copies is not None
 
+    def note_copies(self, copies: Iterable[PageMove]) -> None:
+        """Pages to copy on the device before the next step computes, behind the moves noted so far."""
+        pages = tuple(copies)
+        if pages:
+            self.copied_pages += len(pages)
+            self._moves.append(("copy", pages))
+
     def take_moves(self) -> list[Moves]:
-        """Copies between device and host since the last call, in order."""
+        """Copies since the last call, in order."""
         moves, self._moves = self._moves, []
         return moves
 

@@ -347,7 +347,7 @@ class Simulation:
         for direction, moves in plan.moves:
             if direction == "out":
                 out.swapped_out_pages += len(moves)
-            else:
+            elif direction == "in":
                 out.swapped_in_pages += len(moves)
         if self.options.check_every and out.num_steps % self.options.check_every == 0:
             self.check()

@@ -48,10 +48,10 @@ class PageWatcher(Protocol):
     def released(self, seqs: ListLike[Sequence]) -> None: ...
 
     def forked(self, fork: Fork) -> None:
-        """Between two steps. The copies are to be carried out at once."""
+        """The caller sees to the copies."""
 
-    def unshared(self, seq: Sequence, copies: ListLike[PageCopy]) -> None:
-        """A sequence got pages of its own for shared ones; to be copied before this step writes."""
+    def unshared(self, seq: Sequence) -> None:
+        """A sequence got pages of its own for shared ones; the caller sees to the copies."""
 
 
 class WatchedAllocator(KVAllocator):
@@ -81,7 +81,7 @@ class WatchedAllocator(KVAllocator):
         """As `SupportsFork.prepare_write`. ValueError when the design has no fork."""
         copies = forking(self.inner).prepare_write(seq, start, end)
         if copies:
-            self.watcher.unshared(seq, copies)
+            self.watcher.unshared(seq)
         return copies
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> Fork | None:

@@ -63,8 +63,10 @@ class ModelEngine:
         computed = parent.seq.num_computed_tokens
         child = make_request(child_id, [*parent.seq.token_ids[:computed], *tokens], max_tokens)
         child.forked = parent.forked = True
-        if self.allocator.fork(parent.seq, child.seq) is None:
+        made = self.allocator.fork(parent.seq, child.seq)
+        if made is None:
             return None
+        scheduler.note_copies(made.copies)
         child.state, child.num_computed = State.RUNNING, child.seq.num_computed_tokens
         scheduler.running.append(child)
         self.requests[child_id] = child

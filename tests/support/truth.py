@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
 from kvarena.allocators.config import make_allocator
 from kvarena.allocators.interface import KVAllocator
+from kvarena.experiments.engine.beams import Candidate
 from kvarena.experiments.engine.engine import Engine, make_scheduler
 from kvarena.experiments.engine.executors import HiddenOutputs, LanguageModel
 from kvarena.experiments.engine.paged_memory import KVShape, MemoryOptions, PagedMemory
@@ -132,3 +134,17 @@ class TruthEngine:
     def output(self, name: str) -> list[int]:
         seq = self.requests[name].seq
         return list(seq.token_ids[seq.num_prompt_tokens :])
+
+
+def beam_model(seed: int, stops: float = 0.0) -> Any:
+    """A random language model: candidates of a beam, best first, fixed by what it has generated."""
+
+    def candidates(root: str, generated: tuple[int, ...], width: int) -> list[Candidate]:
+        draw = random.Random(f"{seed}/{root}/{generated}")
+        logprobs = sorted((-draw.expovariate(0.5) for _ in range(2 * width)), reverse=True)
+        tokens = draw.sample(range(500), 2 * width)
+        return [
+            Candidate(token, logprob, draw.random() < stops) for token, logprob in zip(tokens, logprobs, strict=True)
+        ]
+
+    return candidates

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -11,12 +10,12 @@ torch = pytest.importorskip("torch", reason="KV that can be read needs torch")
 
 from kvarena.allocators.config import make_allocator  # noqa: E402
 from kvarena.allocators.interface import Sequence  # noqa: E402
-from kvarena.experiments.engine.beams import Candidate, Hypothesis  # noqa: E402
+from kvarena.experiments.engine.beams import Hypothesis  # noqa: E402
 from kvarena.experiments.engine.metered import MeteredAllocator  # noqa: E402
 from kvarena.experiments.engine.request import End, make_request  # noqa: E402
 from support.engine import PAIRS, SmallEngine  # noqa: E402
 from support.threads import one_thread  # noqa: E402
-from support.truth import TruthEngine  # noqa: E402
+from support.truth import TruthEngine, beam_model  # noqa: E402
 
 KINDS = ("block", "token")
 
@@ -85,6 +84,22 @@ def test_a_lone_owner_writes_in_place() -> None:
 
 
 @pytest.mark.parametrize(("policy", "kind"), PAIRS)
+@pytest.mark.parametrize("prompt", [8, 10])
+def test_a_fork_leaves_alone_what_its_parent_writes_already(policy: str, kind: str, prompt: int) -> None:
+    """Lag 1: the parent's next step is in flight when its samples fork, and writes into the page they begin in."""
+    engine = TruthEngine(policy, spec(kind, 4), 60, result_lag=1)
+    engine.add("r", range(prompt), 6, samples=3)
+    engine.step()
+    engine.step()
+    assert engine.scheduler.forks == 2
+    assert engine.engine.in_flight is not None
+    assert engine.scheduler.copied_pages == (2 if prompt % 4 else 0)
+    tails = [list(engine.inner.page_ids(request.seq))[prompt // 4 :] for request in engine.requests.values()]
+    assert len({page for row in tails for page in row}) == sum(map(len, tails))
+    engine.run()
+
+
+@pytest.mark.parametrize(("policy", "kind"), PAIRS)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_samples_beyond_the_running_limit_wait(policy: str, kind: str, lag: int) -> None:
     engine = TruthEngine(policy, spec(kind, 4), 100, result_lag=lag, max_num_seqs=3)
@@ -131,20 +146,6 @@ def test_samples_take_less_memory_than_requests_of_their_own(kind: str) -> None:
 # Beams
 
 
-def model(seed: int, stops: float = 0.0) -> Any:
-    """A random language model: candidates of a beam, best first, fixed by what it has generated."""
-
-    def candidates(root: str, generated: tuple[int, ...], width: int) -> list[Candidate]:
-        draw = random.Random(f"{seed}/{root}/{generated}")
-        logprobs = sorted((-draw.expovariate(0.5) for _ in range(2 * width)), reverse=True)
-        tokens = draw.sample(range(500), 2 * width)
-        return [
-            Candidate(token, logprob, draw.random() < stops) for token, logprob in zip(tokens, logprobs, strict=True)
-        ]
-
-    return candidates
-
-
 def reference(lm: Any, root: str, width: int, max_tokens: int) -> list[Hypothesis]:
     """Beam search over plain tuples."""
     live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
@@ -178,7 +179,7 @@ def reference(lm: Any, root: str, width: int, max_tokens: int) -> list[Hypothesi
 def test_beams_are_those_of_a_plain_beam_search(
     kind: str, lag: int, page_size: int, num_pages: int, stops: float
 ) -> None:
-    lm = model(3, stops)
+    lm = beam_model(3, stops)
     engine = TruthEngine("vllm", spec(kind, page_size), num_pages // page_size, lm, result_lag=lag, max_num_seqs=12)
     widths = {"a": 4, "b": 2, "c": 3}
     beams = {}
@@ -203,7 +204,7 @@ def test_beams_are_those_of_a_plain_beam_search(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_beams_that_never_fit_together_end_with_the_numbers(kind: str, lag: int) -> None:
-    engine = TruthEngine("vllm", spec(kind, 4), 9, model(1), result_lag=lag)
+    engine = TruthEngine("vllm", spec(kind, 4), 9, beam_model(1), result_lag=lag)
     request = engine.add("r", range(10), 30, beam_width=6)
     small = engine.add("behind", range(500, 504), 3)
     engine.run()

@@ -16,7 +16,7 @@ from kvarena.allocators.interface import PageMove, Release, Sequence  # noqa: E4
 from kvarena.experiments.engine.paged_memory import MemoryOptions  # noqa: E402
 from support.engine import PAIRS  # noqa: E402
 from support.threads import one_thread  # noqa: E402
-from support.truth import TruthEngine  # noqa: E402
+from support.truth import TruthEngine, beam_model  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +44,7 @@ def loads(draw: Any) -> dict[str, Any]:
         "host_cache_pages": draw(st.sampled_from([1, 5, 60])),
         "layout": draw(st.sampled_from(["split", "page_major"])),
         "order": draw(st.sampled_from(["fcfs", "lpm", "priority"])),
+        "drafts": draw(st.integers(0, 4)),
         "arrivals": draw(
             st.lists(
                 st.tuples(
@@ -51,7 +52,7 @@ def loads(draw: Any) -> dict[str, Any]:
                     st.integers(1, 18),  # of how many tokens
                     st.integers(0, 5),  # tokens of its own
                     st.integers(1, 14),  # output
-                    st.integers(1, 3),  # samples
+                    st.sampled_from([1, 1, 2, 3, -3]),  # samples, or beams
                     st.integers(0, 6),  # steps until the next one
                 ),
                 min_size=4,
@@ -73,18 +74,38 @@ def test_kv_is_bitwise_each_ones_own_after_any_sequence_of_swaps(load: dict[str,
         host_pages=load["host_pages"],
         host_cache_pages=load["host_cache_pages"],
         order=load["order"],
+        language_model=beam_model(5),
+        max_num_seqs=12,
     )
+    if load["drafts"] and not load["lag"]:
+        engine.scheduler.speculate(engine.outputs.drafter(0.6), load["drafts"])
     for number, (head, length, own, output, samples, pause) in enumerate(load["arrivals"]):
         tokens = [*range(100 * head, 100 * head + length), *range(5000 + 10 * number, 5000 + 10 * number + own)]
-        engine.add(f"r{number}", tokens, output, samples=samples, priority=number % 3)
+        beams = samples < 0 and load["policy"] == "vllm"
+        branches = {"beam_width": -samples} if beams else {"samples": abs(samples)}
+        engine.add(f"r{number}", tokens, output, **{**branches, "priority": number % 3})
         for _ in range(pause):
             engine.step()
             assert engine.scheduler.cache is not None
             engine.scheduler.cache.check()
     engine.run()
     for name, request in engine.requests.items():
+        assert request.done
         first = engine.outputs._at(name, 0).token
-        assert engine.output(name) == list(range(first, first + request.num_output))
+        assert request.beams or engine.output(name) == list(range(first, first + request.num_output))
+
+
+def test_a_page_is_copied_before_it_goes_to_the_host() -> None:
+    """A sample gets its own page for a shared one and is swapped out in the same step: what goes out is the copy."""
+    engine = TruthEngine("vllm", spec("block", 4), 12, host_pages=40, result_lag=1)
+    for number, (length, samples) in enumerate(((16, 4), (7, 4), (11, 2), (9, 3), (10, 2))):
+        engine.add(f"r{number}", range(100 * number, 100 * number + length), 12, samples=samples)
+    both = 0
+    while engine.engine.has_work:
+        plan = engine.step().plan
+        copied = {move.dst for way, moves in plan.moves if way == "copy" for move in moves}
+        both += any(move.src in copied for way, moves in plan.moves if way == "out" for move in moves)
+    assert both > 0
 
 
 @pytest.mark.parametrize(("policy", "kind"), PAIRS)
