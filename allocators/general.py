@@ -183,18 +183,12 @@ class GeneralAllocator(KVAllocator):
         for run in done.freed:
             self.pool.put_back(run)
         freed = numbers(page for run in done.freed for page in run)
-        new = numbers(row.pages[len(row.pages) - len(taken) :])
-        low, high = done.rewritten
-        rewritten = (low, min(high, len(row.pages) - len(taken)))  # entries that are new are told by `page_ids`
-        return Reservation(
-            seq,
-            new,
-            moves,
-            (*ahead, *evicted),
-            freed,
-            numbers(done.duplicates),
-            rewritten if rewritten[0] < rewritten[1] else (0, 0),
-        )
+        stood = len(row.pages) - len(taken)  # entries behind are new, which `page_ids` tells
+        low, high = done.rewritten[0], min(done.rewritten[1], stood)
+        evicted = [*ahead, *evicted]
+        rewritten = (low, high) if low < high else (0, 0)
+        new, duplicates = numbers(row.pages[stood:]), numbers(done.duplicates)
+        return Reservation(seq, new, moves, tuple(evicted), freed, duplicates, rewritten)
 
     def _refuse_all(self, plans: list[Plan]) -> None:
         for plan in plans:
@@ -345,10 +339,6 @@ class GeneralAllocator(KVAllocator):
     def page_ids(self, seq: Sequence) -> array[int]:
         """Pages of a live sequence, a copy."""
         return numbers(self._row(seq).pages)
-
-    def row_index(self, seq: Sequence) -> int:
-        """Row of a live sequence in req_to_token, from 1; 0 under index = queue, which has none."""
-        return self._row(seq).index
 
     def capacity(self) -> Capacity:
         """Pages by state; O(live sequences)."""

@@ -142,7 +142,7 @@ def _collect(rows: _Rows, cell: Cell, lane: Lane, config: Config, lower: Lane | 
     reuse, lengths = cell.workload.reuse, requests["num_prompt_tokens"]
     requests["prefix_tokens"] = reuse.prefix_tokens
     requests["source"] = reuse.source
-    requests["ceiling_tokens"] = ceilings(reuse, lengths, size, cell.entry.last_token_rule)
+    requests["ceiling_tokens"] = ceilings(reuse, lengths, cell.entry.hit_grain, cell.entry.last_token_rule)
     if lower is not None:
         requests["hit_tokens_unreachable"] = [row.hit_tokens for row in lower.requests]
     rows.requests.append(_keyed(keys, requests))

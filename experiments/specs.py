@@ -41,6 +41,11 @@ class AllocatorEntry:
         return self.design is None or self.design.last_token_rule
 
     @property
+    def hit_grain(self) -> int:
+        """Tokens to which a hit is rounded down at most: a page, or a unit of it where hits may end inside pages."""
+        return self.page_size if self.design is None else self.design.hash_unit or self.page_size
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether the infinite-cache ceiling applies: prefixes are cached and outlive their last user."""
         if self.design is None:

@@ -202,7 +202,7 @@ class _Frames:
         reuse = cell.workload.reuse
         requests["prefix_tokens"], requests["source"] = reuse.prefix_tokens, reuse.source
         requests["ceiling_tokens"] = ceilings(
-            reuse, requests["num_prompt_tokens"], entry.page_size, entry.last_token_rule
+            reuse, requests["num_prompt_tokens"], entry.hit_grain, entry.last_token_rule
         )
         self.requests.append(_keyed(keys, requests))
         self.steps.append(_keyed(keys, pd.DataFrame([asdict(row) for row in record.steps])))

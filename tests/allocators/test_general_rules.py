@@ -312,3 +312,14 @@ def test_a_design_says_which_fields_are_switched() -> None:
 def test_the_general_form_conforms(kind: str) -> None:
     report = conformance({"kind": kind, "form": "general"}, page_size=4, seeds=[0], ops=60)
     assert report, str(report)
+
+
+def test_hits_inside_pages_stay_below_the_ceiling_of_their_unit() -> None:
+    from kvarena.experiments.compare import compare
+
+    turns = [[*range(n)] for n in (3, 5, 10, 13, 21, 21)]
+    rules = {"kind": "block", "page_size": 8, "hash_unit": 2, "name": "x"}
+    result = compare(turns, allocators=[rules], pool=20, kernel_batches=0)
+    hits, most = result.requests["hit_tokens"], result.requests["ceiling_tokens"]
+    assert (hits <= most).all()
+    assert (hits % 8 != 0).any()
