@@ -185,16 +185,16 @@ def best(rows: pd.DataFrame) -> pd.DataFrame:
     equal values go to the larger page, whose tables are smaller."""
     found = []
     for (workload, kind), part in rows.groupby(["workload", "kind"], sort=False):
-        part = part.sort_values("page_size", ascending=False)
-        least = part.loc[part["time_us"].idxmin()]
+        cells = sorted(part.to_dict("records"), key=lambda cell: -cell["page_size"])
+        least = min(cells, key=lambda cell: cell["time_us"])
         found.append(
             {
                 "workload": workload,
                 "kind": kind,
                 "least_time": int(least["page_size"]),
                 "time_us": float(least["time_us"]),
-                "highest_hit_rate": int(part.loc[part["token_hit_rate"].idxmax(), "page_size"]),
-                "most_requests": int(part.loc[part["concurrency"].idxmax(), "page_size"]),
+                "highest_hit_rate": int(max(cells, key=lambda cell: cell["token_hit_rate"])["page_size"]),
+                "most_requests": int(max(cells, key=lambda cell: cell["concurrency"])["page_size"]),
             }
         )
     return pd.DataFrame(found)

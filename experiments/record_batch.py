@@ -50,13 +50,13 @@ def _layer_class() -> Any:
         room: tuple[Tensor, Tensor] | None = None
         filled = 0
 
-        def update(self, key: Tensor, value: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             if not self.is_initialized:
-                self.lazy_initialization(key, value)
-            total = self.filled + key.shape[-2]
+                self.lazy_initialization(key_states, value_states)
+            total = self.filled + key_states.shape[-2]
             if self.room is None or total > self.room[0].shape[-2]:
-                self.room = (self._grown(key, total, 0), self._grown(value, total, 1))
-            for buffer, new in zip(self.room, (key, value), strict=True):
+                self.room = (self._grown(key_states, total, 0), self._grown(value_states, total, 1))
+            for buffer, new in zip(self.room, (key_states, value_states), strict=True):
                 buffer[:, :, self.filled : total] = new
             self.filled = total
             self.keys, self.values = (buffer[:, :, :total] for buffer in self.room)
@@ -92,13 +92,14 @@ class Batch:
         self.model = model
         self.temperature = temperature
         self.rng = np.random.default_rng(seed)
-        self.cache = DynamicCache()
+        self.cache: Any = DynamicCache()
         with torch.inference_mode():
             model(torch.tensor([head]), use_cache=True, cache=self.cache, logits_to_keep=1)
-            for place, layer in enumerate(self.cache.layers):
+            layers: list[Any] = self.cache.layers
+            for place, layer in enumerate(layers):
                 grown = _layer_class()()
                 grown.update(layer.keys.repeat(size, 1, 1, 1), layer.values.repeat(size, 1, 1, 1))
-                self.cache.layers[place] = grown
+                layers[place] = grown
         self.mask = torch.ones(size, len(head), dtype=torch.long)
         self.lengths = np.full(size, len(head))
 
@@ -110,7 +111,7 @@ class Batch:
         self.mask, self.lengths = self.mask[chosen], self.lengths[list(rows)]
         with torch.inference_mode():
             for layer in self.cache.layers:
-                layer.keep(chosen)  # type: ignore[attr-defined]
+                layer.keep(chosen)
 
     def answer(self, tails: Sequence[Sequence[int]], limits: Sequence[int], end: int) -> list[list[int]]:
         """Replies to one turn, ids: up to the token `end`, or `limits` tokens. Their KV is in the cache afterwards."""

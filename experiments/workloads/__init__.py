@@ -23,6 +23,7 @@ _MODULES = (
     "long_document_qa",
     "no_reuse",
     "hit_rate",
+    "recording",
 )
 
 NAMES: dict[str, str] = {name: f"kvarena.experiments.workloads.{name}" for name in _MODULES}
