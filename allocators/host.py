@@ -78,6 +78,7 @@ class HostTier:
         self.num_pages = num_pages
         self._free = list(range(num_pages, 0, -1))
         self._saved: OrderedDict[str, _Saved] = OrderedDict()  # least recently swapped out first
+        self.copies: tuple[PageMove, ...] = ()
         self._copied_out = self._copied_in = self._hit_pages = self._dropped = 0
 
     def __contains__(self, seq: Sequence) -> bool:
@@ -120,14 +121,19 @@ class HostTier:
     def swap_in(self, seq: Sequence, gate: Gate | None = None) -> list[PageMove] | None:
         """Admit a swapped sequence again, with as many computed tokens as it had. Moves: host page to device page.
 
+        `copies` are then what the reservation asks for, on the device and before the moves: a hit may end in a page.
         None: no room on the device; it stays on the host. ValueError: its KV is not on the host.
         """
         saved = self._get(seq)
         seq.resume()
         pin = self.allocator.pin(seq, gate)
-        if pin is None or self.allocator.reserve([(seq, max(saved.num_tokens - pin.hit_tokens, 0))]) is None:
+        reserved = None
+        if pin is not None:
+            reserved = self.allocator.reserve([(seq, max(saved.num_tokens - pin.hit_tokens, 0))])
+        if pin is None or reserved is None:
             seq.num_computed_tokens = 0
             return None
+        self.copies = reserved[0].moves
         self.allocator.commit([(seq, max(saved.num_tokens, pin.hit_tokens))])
         hit_pages = pin.hit_tokens // self.allocator.page_size
         moves = _moves(saved.pages[hit_pages:], self.allocator.page_ids(seq)[hit_pages:])

@@ -59,9 +59,7 @@ class KVShape:
 class PagedMemory:
     """Pool and page table of one engine; `allocator` is what its scheduler has to use, so that rows keep up.
 
-    A plan's copies are carried out by `begin` in the plan's order. What reservations ask for (runs that moved, pages in
-    which a hit ends) comes before the first page from the host; runs of requests admitted in this very step move last,
-    behind their return from there.
+    A plan's copies are carried out by `begin`, in the plan's order and before anything is computed.
     """
 
     def __init__(self, allocator: KVAllocator, shape: KVShape, limits: SchedulerConfig, options: MemoryOptions) -> None:
@@ -90,7 +88,6 @@ class PagedMemory:
         )
         self.host = self._host_pages(limits.host_pages + limits.host_cache_pages)
         self.moved_pages = 0
-        self._moves: list[tuple[Sequence, tuple[PageMove, ...]]] = []
 
     def _host_pages(self, count: int) -> Tensor:
         """uint8 [count + 1, bytes a page]; pages from 1, as on the device."""
@@ -101,7 +98,6 @@ class PagedMemory:
 
     def reserved(self, reservations: ListLike[Reservation]) -> None:
         self.adapter.update_all(reservations)
-        self._moves += [(each.seq, each.moves) for each in reservations if each.moves]
 
     def refused(self, seqs: ListLike[Sequence]) -> None:
         for seq in seqs:
@@ -115,8 +111,6 @@ class PagedMemory:
         for seq in seqs:
             if seq in self.adapter:
                 self.adapter.remove(seq)
-        gone = {seq.request_id for seq in seqs}
-        self._moves = [(seq, moves) for seq, moves in self._moves if seq.request_id not in gone]
 
     def forked(self, fork: Fork) -> None:
         self.adapter.add(fork.child)
@@ -143,19 +137,8 @@ class PagedMemory:
         return Step(self.backend, batch)
 
     def _carry_out(self, plan: StepPlan) -> None:
-        # A run is loaded where it was admitted and moves from there; a page that a hit ends in is copied, and what
-        # comes from the host goes over the copy.
-        last = self.allocator.kind == "contiguous"
-        admitted = {request.id for request in plan.admitted} if last else set()
-        moves, self._moves = self._moves, []
-        late = [move for seq, each in moves if seq.request_id in admitted for move in each]
-        early = [move for seq, each in moves if seq.request_id not in admitted for move in each]
         for direction, pages in plan.moves:
-            if direction == "in" and early:
-                self.copy(early)
-                early = []
             {"out": self._to_host, "in": self._from_host, "copy": self.copy}[direction](pages)
-        self.copy([*early, *late])
 
     def copy(self, moves: Iterable[PageMove]) -> None:
         """Copy device pages, all layers in one launch; what a fork or a copy-on-write asks for as well."""

@@ -121,8 +121,8 @@ class StepPlan:
     """What one step computes, in batch order, and what scheduling it did to the queues.
 
     moves  copies to carry out before anything is computed, in order, since a page may be in several: ("out", device
-           page to host page), ("in", host page to device page), and ("copy", device page to device page): shared pages
-           that are written, and what forks since the last plan could not share
+           page to host page), ("in", host page to device page), and ("copy", device page to device page): runs that
+           moved, pages in which a hit ends, shared pages that are written, what forks could not share
     """
 
     kind: Literal["mixed", "prefill", "decode", "idle"] = "mixed"
@@ -295,7 +295,11 @@ class Scheduler(ABC):
             if request.forked and not self._unshare(request, n):
                 return False
             pairs.append((request.seq, n))
-        return self.allocator.reserve(pairs) is not None
+        reservations = self.allocator.reserve(pairs)
+        for reservation in reservations or ():
+            if reservation.moves:
+                self.note_copies(reservation.moves)
+        return reservations is not None
 
     def _unshare(self, request: EngineRequest, n: int) -> bool:
         """Pages of its own for what it writes next. A copy stays made when the reservation is refused after it."""
@@ -340,6 +344,7 @@ class Scheduler(ABC):
         moves = None if self.host is None else self.host.swap_in(request.seq, gate)
         if moves is None:
             return False
+        self.note_copies(self.host.copies if self.host is not None else ())
         self._moves.append(("in", tuple(moves)))
         from_host = 0 if self.cache is None else self.cache.hit_tokens(request.seq)
         request.returned(len(moves) * self.allocator.page_size, from_host)
