@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from kvarena.experiments.record_batch import Batch
 from kvarena.experiments.record_scripts import SUB, Script, Turn, scripts
 from numpy.typing import NDArray
 
@@ -84,6 +83,8 @@ class Recorder:
 
         number  of the group in its recording: decides, with the seed, what is sampled
         """
+        from kvarena.experiments.record_batch import Batch
+
         head = self.words.head(group[0].preamble)
         batch = Batch(self.model, head, len(group), [self.seed, number], TEMPERATURE)
         found: list[list[Recorded]] = [[] for _ in group]

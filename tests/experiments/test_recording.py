@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -97,3 +99,10 @@ def test_a_recording_of_ones_own_is_replayed_by_its_path(tmp_path: Path) -> None
         workloads.make("recording", think_median_s=0)
     with pytest.raises(ValueError, match=r"--out: expected a file \.parquet"):
         invoke("trace", "record", "--out", tmp_path / "r.jsonl")
+
+
+def test_it_is_replayed_without_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import kvarena as kv; "
+    code += "print(len(kv.compare('recording', requests=50, pool='1 GiB').requests))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "100", done.stderr
