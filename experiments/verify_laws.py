@@ -27,7 +27,7 @@ def pages_are_counts(cell: CellRows) -> Iterator[str]:
     rows = cell.steps
     names = ("free", "evictable", "in_use", "shared", "duplicates", "wasted_slots", "tail_slots", "evicted_pages")
     for name in names:
-        yield from _steps(cell, rows[name] < 0, lambda at, name=name: f"{name} is {rows.loc[at, name]}")
+        yield from _steps(cell, rows[name] < 0, _says(rows, name))
     yield from _steps(cell, rows["shared"] > rows["in_use"], lambda at: "more pages shared than in use")
     yield from _steps(
         cell, rows["wasted_slots"] > rows["in_use"] * cell.size, lambda at: "more slots wasted than in use"
@@ -169,6 +169,10 @@ LAWS: dict[str, Law] = {
     "evictions": evictions_add_up,
     "budget": budget_adds_up,
 }
+
+
+def _says(rows: pd.DataFrame, name: str) -> Callable[[Any], str]:
+    return lambda at: f"{name} is {rows.loc[at, name]}"
 
 
 def _steps(cell: CellRows, odd: pd.Series, say: Callable[[Any], str]) -> Iterator[str]:

@@ -202,8 +202,12 @@ def _spread(name: str) -> dict[str, Recompute]:
     column = f"{name}_ms"
     found: dict[str, Recompute] = {f"{name}_mean_ms": lambda cell: _average(cell.served[column].dropna())}
     for percent in (50, 90, 99):
-        found[f"{name}_p{percent}_ms"] = lambda cell, p=percent: nearest_rank(cell.served[column].dropna(), p)
+        found[f"{name}_p{percent}_ms"] = _rank(column, percent)
     return found
+
+
+def _rank(column: str, percent: int) -> Recompute:
+    return lambda cell: nearest_rank(cell.served[column].dropna(), percent)
 
 
 RUN: dict[str, Recompute] = {

@@ -191,5 +191,14 @@ def test_time_rows_by_hand():
 
     rows = metrics.summarise_times({"pin": array("q", [1000, 3000, 2000]), "commit": array("q")})
     assert rows == [
-        {"verb": "pin", "calls": 3, "total_ms": 0.006, "mean_us": 2.0, "p50_us": 2.0, "p99_us": 3.0, "max_us": 3.0}
+        {
+            "verb": "pin",
+            "calls": 3,
+            "total_ms": 0.006,
+            "mean_us": 2.0,
+            "p50_us": 2.0,
+            "p90_us": 3.0,
+            "p99_us": 3.0,
+            "max_us": 3.0,
+        }
     ]
