@@ -75,7 +75,7 @@ def plot_capacity(result: CapacityResult, panel: str, load: str, ax: Axes) -> Ax
         ax.annotate(
             f"{row['measured']:,}",
             (row["measured"], place),
-            (-4 if inside else 4, 0),
+            (-7 if inside else 7, 0),
             textcoords="offset points",
             ha="right" if inside else "left",
             va="center",
@@ -97,6 +97,10 @@ def plot_beyond(result: CapacityResult, load: str, column: str, ax: Axes) -> Axe
     rows = bursts[(bursts["panel"] == "equal") & (bursts["load"] == load)]
     capacity = result.capacity[(result.capacity["panel"] == "equal") & (result.capacity["load"] == load)]
     sizes = sorted(_common_sizes(rows))
+    if not sizes:
+        ax.text(0.5, 0.5, "not run", transform=ax.transAxes, ha="center", va="center", color="#777777")
+        ax.set_axis_off()
+        return ax
     for name, look in _looks(capacity).items():
         mine = rows[(rows["design"] == name) & rows["size"].isin(sizes)].drop_duplicates("size", keep="last")
         mine = mine.sort_values("size")
@@ -198,14 +202,22 @@ def _legends(figure: Figure, result: CapacityResult, beyond: bool, axes: Axes | 
     if beyond and axes is not None:
         lines, labels = axes.get_legend_handles_labels()
         y = FOOTER_IN / figure.get_figheight()
-        figure.legend(lines, labels, loc="lower left", bbox_to_anchor=(0.01, y), ncols=9 if wide else 3, **place)
+        figure.legend(
+            lines,
+            labels,
+            loc="lower left",
+            bbox_to_anchor=(0.01, y),
+            ncols=9 if wide else 3,
+            columnspacing=1.1,
+            handlelength=2.4,
+            **{**place, "fontsize": 6.8},
+        )
 
 
 def save_capacity_figure(result: CapacityResult, stem: Path) -> list[Path]:
     """capacity.pdf|svg|png."""
     import matplotlib.pyplot as plt
 
-    plt.switch_backend("agg")
     figure = draw_capacity(result)
     try:
         return save_figure(figure, stem)
