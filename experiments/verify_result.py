@@ -106,7 +106,8 @@ def cells(result: Result) -> Iterator[CellRows]:
     """The rows of each seed, pool and allocator. Raises ValueError when the manifest lacks a cell of the summary."""
     about = {entry["name"]: entry for entry in result.manifest["allocators"]}
     budgets = {(row["seed"], row["pool_bytes"], row["allocator"]): row for row in result.manifest["budgets"]}
-    for stated in result.summary.to_dict("records"):
+    for row in result.summary.to_dict("records"):
+        stated = {str(name): value for name, value in row.items()}
         key = tuple(stated[name] for name in KEYS)
         if key not in budgets or stated["allocator"] not in about:
             raise ValueError(f"result.json: expected a budget and an allocator for the cell {key} of the summary")
@@ -259,7 +260,8 @@ def _verify_forks(path: Path) -> Verdict:
     if missing := sorted(needed - set(frame.columns)):
         raise ValueError(f"{path}: expected a table of `kvarena forks`, found no column {', '.join(missing)}")
     verdict = Verdict(path, f"forks, {len(frame)} rows")
-    for row in frame.to_dict("records"):
+    for stated in frame.to_dict("records"):
+        row = {str(name): value for name, value in stated.items()}
         found = saving_again(row)
         for column in ("saved", "copies"):
             problem = f"{row['lengths']}, {row['method']}, {row['allocator']}, {row['width']}: {column} is "
