@@ -96,9 +96,7 @@ class Sizing:
     @property
     def budget_bytes(self) -> int:
         """What the design was given: KV, padding page, tables and the rest too small for a page."""
-        return (
-            self.kv_bytes + self.padding_page_bytes + self.table_bytes + self.slot_mapping_bytes + self.unused_bytes
-        )
+        return self.kv_bytes + self.padding_page_bytes + self.table_bytes + self.slot_mapping_bytes + self.unused_bytes
 
 
 def card(

@@ -132,7 +132,6 @@ def save_rate_figure(result: RateResult, stem: Path) -> list[Path]:
     """rate.pdf|svg|png."""
     import matplotlib.pyplot as plt
 
-    plt.switch_backend("agg")
     figure = draw_rate(result)
     try:
         return save_figure(figure, stem)

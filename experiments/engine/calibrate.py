@@ -329,7 +329,6 @@ def _save_figure(rows: list[dict[str, Any]], times: GpuTimes, out: Path, steps: 
     from kvarena.experiments.style import STYLE, add_footer, save_figure
 
     with mpl.rc_context(STYLE):
-        plt.switch_backend("agg")
         columns = 1 if steps is None else 2
         figure: Any = plt.figure(figsize=(3.9 * columns, 3.9), layout="constrained")
         axes = figure.subplots(1, columns, squeeze=False)[0]
