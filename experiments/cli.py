@@ -42,6 +42,7 @@ def run() -> None:
     """Entry point. One clear line and exit code 2 for a bad argument or file, 1 for a failing disk; 130 for Ctrl-C,
     141 for a closed pipe."""
     _ready_streams()
+    os.environ.setdefault("MPLBACKEND", "agg")  # commands write files; in a notebook the user's backend stays
     try:
         app()
     except SystemExit as done:

@@ -150,7 +150,6 @@ def write_figures(made: Ladder, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     with mpl.rc_context(STYLE):
-        plt.switch_backend("agg")
         for name, plot in (("waterfall", plot_waterfall), ("interactions", plot_interactions)):
             figure: Any = plot(made).get_figure()
             put_footer(figure, footer(made))
@@ -249,7 +248,6 @@ def write_ablations(made: Ablations, folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(STYLE):
-        plt.switch_backend("agg")
         figure: Any = plt.figure(figsize=(7.0, 5.6), layout="constrained")
         axes = figure.subplots(2, 2)
         for plot, ax in zip(

@@ -99,7 +99,6 @@ def drawn(result: Result, name: str) -> Iterator[Figure]:
     import matplotlib.pyplot as plt
 
     with mpl.rc_context():
-        plt.switch_backend("agg")
         figure = plots.draw(name, result, result_footer(result))
         try:
             yield figure

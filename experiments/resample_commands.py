@@ -66,7 +66,6 @@ def _draw(found: Replicates, stem: Path) -> None:
     from kvarena.experiments.style import STYLE, add_footer, save_figure
 
     with mpl.rc_context(STYLE):
-        plt.switch_backend("agg")
         figure: Any = plot_intervals(found).get_figure()
         add_footer(figure, found.footer)
         save_figure(figure, stem)

@@ -70,7 +70,6 @@ def draw_bounds(result: Result, table: pd.DataFrame, path: Path) -> None:
     from kvarena.experiments.style import STYLE, add_footer, save_figure
 
     with mpl.rc_context(STYLE):
-        plt.switch_backend("agg")
         figure: Any = plot_bounds(result, table=table).get_figure()
         add_footer(figure, result_footer(result))
         try:

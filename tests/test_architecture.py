@@ -204,3 +204,27 @@ main()
 def test_what_needs_no_torch_imports_without_it(name):
     done = python(f"import kvarena.experiments.{name}", blocked=HEAVY)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_module_changes_the_users_matplotlib_backend():
+    """Saving a result in a notebook must not stop its later figures from showing; the command line sets its own."""
+    changed = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for _, _, path in sources()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if "switch_backend(" in line or "mpl.use(" in line or "matplotlib.use(" in line
+    ]
+    assert not changed
+
+
+def test_saving_a_result_leaves_the_backend_as_it_was(tmp_path):
+    script = """
+import matplotlib.pyplot as plt
+plt.switch_backend("svg")
+import kvarena as kv
+result = kv.compare([[1, 2, 3, 4]] * 3, allocators=["vllm", "sglang"], pool="10 MiB", kernel_batches=0)
+result.save(sys.argv[1])
+assert plt.get_backend() == "svg", plt.get_backend()
+"""
+    done = python("import sys\n" + script, str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr

@@ -267,7 +267,6 @@ def save_figures(result: Result, folder: Path) -> list[Path]:
     """All figures as PDF, SVG and PNG, with the provenance below; returns the files."""
     import matplotlib as mpl
 
-    mpl.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     with mpl.rc_context(STYLE):
