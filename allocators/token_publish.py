@@ -1,8 +1,8 @@
 """What the token design puts into its tree, and when: a prefill's whole pages as it is written, the rest at the end.
 
-    before   [ 4 5 6 | 7 8 9 12 ]        4 5 6 were matched; meanwhile the tree got 20 21 for the text of 7 8
-    after    [ 4 5 6   20 21 9 | 12 ]    7 8 are given up for its equal pages, 9 is new to it, 12 is not full yet
-                     protected ^
+before   [ 4 5 6 | 7 8 9 12 ]        4 5 6 were matched; meanwhile the tree got 20 21 for the text of 7 8
+after    [ 4 5 6   20 21 9 | 12 ]    7 8 are given up for its equal pages, 9 is new to it, 12 is not full yet
+                 protected ^
 """
 
 from __future__ import annotations

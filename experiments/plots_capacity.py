@@ -194,7 +194,7 @@ def _legends(figure: Figure, result: CapacityResult, beyond: bool, axes: Axes | 
             handles.append(Patch(facecolor=colour, hatch=hatch, edgecolor="#666666", label=f"lost: {PART_TEXT[part]}"))
     card = result.manifest.get("on_card")
     if card:
-        face = {"markerfacecolor": "white", "markeredgecolor": "black", "linestyle": "none"}
+        face: Any = {"markerfacecolor": "white", "markeredgecolor": "black", "linestyle": "none"}
         handles.append(Line2D([], [], marker="D", label=f"carried on {card['name']}", **face))
     wide = len(result.loads) > 1
     place = {"fontsize": 7.5, "frameon": False, "borderaxespad": 0}

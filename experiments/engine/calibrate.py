@@ -182,7 +182,7 @@ def plot_calibration(rows: Iterable[Mapping[str, Any]], times: GpuTimes, ax: Axe
         measured += [us for us, _ in points]
         error = times.error.get(op) or [float("nan")] * 2
         label = f"{op}: out of sample p50 {100 * error[0]:.1f} %, p95 {100 * error[1]:.1f} %"
-        face = {"markerfacecolor": "none"} if op == "extend" else {}
+        face: Any = {"markerfacecolor": "none"} if op == "extend" else {}
         ax.plot([us for us, _ in points], [us for _, us in points], marker, label=label, markersize=4, **face)
     if measured:
         ends = [min(measured), max(measured)]
@@ -287,7 +287,7 @@ def plot_steps(frame: pd.DataFrame, ax: Axes) -> Axes:
     for (kind, part), marker in zip(frame.groupby("kind"), "os^", strict=False):
         p50, p95 = errors[str(kind)]
         label = f"{kind}, {len(part):,} steps: p50 {100 * p50:.1f} %, p95 {100 * p95:.1f} %"
-        face = {"markerfacecolor": "none", "alpha": 0.5, "markeredgewidth": 0.6}
+        face: Any = {"markerfacecolor": "none", "alpha": 0.5, "markeredgewidth": 0.6}
         ax.plot(part["measured_us"] / 1e3, part["predicted_us"] / 1e3, marker, label=label, markersize=3, **face)
     ends = [frame["measured_us"].min() / 1e3, frame["measured_us"].max() / 1e3]
     ax.plot(ends, ends, color="#555555", linewidth=1, linestyle=":")
