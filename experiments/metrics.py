@@ -196,8 +196,8 @@ def summarise_steps(
 
 
 def summarise_times(nanoseconds: dict[str, array[int]]) -> list[dict[str, float | int | str]]:
-    """One row a verb ("step": all verbs of a step together): calls, sum, mean and tails in microseconds. Measured times,
-    so never in summary.csv."""
+    """One row a verb ("step": all verbs of a step together): calls, sum, mean and tails in microseconds. Measured
+    times, so never in summary.csv."""
     rows: list[dict[str, float | int | str]] = []
     for verb, values in nanoseconds.items():
         if not values:
