@@ -200,16 +200,24 @@ CHURN = "aged_churn.csv"
 SAVED_REQUESTS = 64  # of each allocator, so that the file stays small
 
 
+def refuse_other(folder: Path) -> None:
+    """Raise ValueError when the folder holds files and no aged layouts."""
+    from kvarena.experiments.results import refuse_others
+
+    refuse_others(folder, (folder / LAYOUTS).is_file(), "earlier layouts")
+
+
 def save(aged: Iterable[Aged], config: AgeConfig, folder: Path) -> tuple[Path, Path]:
     """Write the layouts (allocator, page_size, request, slots) and the table over churn. Returns both paths.
 
-    The metadata of the layouts' file holds the config.
+    The metadata of the layouts' file holds the config. Raises ValueError when the folder holds other files.
     """
     import json
 
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    refuse_other(folder)
     many = list(aged)
     rows = [
         (one, name, slots)

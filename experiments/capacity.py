@@ -151,9 +151,12 @@ def capacity_plan(
     """
     shape = model_shape(model)
     for names, known, what in ((panels, PANELS, "panel"), (loads, LOADS, "load"), (designs, DESIGNS, "design")):
-        for name in names:
+        named = list(names)
+        for name in named:
             if name not in known:
                 raise ValueError(f"{what}: expected one of {', '.join(known)}, found {name!r}")
+        if not named or len(set(named)) < len(named):
+            raise ValueError(f"{what}: expected at least one, each once, found {', '.join(named) or 'none'}")
     if on is None and not isinstance(model, str):
         raise ValueError("on: a shape of one's own needs a card, whose weights are known")
     chosen = on or card(str(model))

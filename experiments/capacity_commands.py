@@ -28,10 +28,10 @@ def capacity(
     loads: Annotated[str, typer.Option(help="chat, long, shared, short; commas between.")] = "chat,long,shared",
     designs: Annotated[str | None, typer.Option(help="Such as block-16,token-1; default: all nine.")] = None,
     max_model_len: Annotated[
-        int, typer.Option(help="Tokens of a row, and of a run that is always reserved.")
+        int, typer.Option(help="Tokens of a row, and of a run that is always reserved.", min=1)
     ] = 131_072,
-    rows: Annotated[int, typer.Option(help="Rows of the page table at equal bytes.")] = 2048,
-    declared: Annotated[int, typer.Option(help="max_tokens that every client states.")] = 4096,
+    rows: Annotated[int, typer.Option(help="Rows of the page table at equal bytes.", min=1)] = 2048,
+    declared: Annotated[int, typer.Option(help="max_tokens that every client states.", min=1)] = 4096,
     seed: Annotated[int, typer.Option(help="Of lengths and tokens.", min=0)] = 0,
     beyond: Annotated[bool, typer.Option("--beyond/--no-beyond", help="Also bursts past capacity.")] = True,
     jobs: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,

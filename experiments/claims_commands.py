@@ -30,13 +30,22 @@ def claims(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """Test published and folklore numbers: reproduced, refuted, depends on what, or not tested and why."""
-    from kvarena.experiments.claims import load_claims, load_findings, save_findings, test_claim, write_page
+    from kvarena.experiments.claims import (
+        load_claims,
+        load_findings,
+        refuse_other,
+        save_findings,
+        test_claim,
+        write_page,
+    )
 
     chosen = load_claims(names or None)
     if listed:
         for claim in chosen:
             print(f"{claim.id:32} {claim.claim}")
         return
+    if out is not None:
+        refuse_other(out)
     if saved is not None:
         wanted = {claim.id for claim in chosen}
         kept = [finding for finding in load_findings(saved) if finding.claim.id in wanted]

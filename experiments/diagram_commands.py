@@ -36,6 +36,8 @@ def diagram(
 
     if what not in ("states", "request"):
         raise ValueError(f"diagram: expected states or request, found {what!r}")
+    if out is not None and out.suffix != ".md":
+        raise ValueError(f"--out: expected a file .md, found {out}")
     parts = []
     for entry in allocator_entries(allocator_specs(allocator or ["block:page_size=4", "token"])):
         pool = entry.build(PAGES)
@@ -46,6 +48,7 @@ def diagram(
         print(page, end="")
         return
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{out}: cannot be written ({error.strerror})") from None

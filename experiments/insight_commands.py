@@ -54,6 +54,8 @@ def aged(
         layouts, table = of.load_layouts(), of.load_churn()
     else:
         config = of.AgeConfig(hours=hours, seed=seed)
+        if out is not None:
+            of.refuse_other(out)
         done = [of.age(one, config, None if quiet else _Ticks(one.name)) for one in of.ALLOCATORS]
         layouts = {one.allocator.name: (one.allocator.spec["page_size"], list(one.layout.values())) for one in done}
         table = of.churn_table(done)
@@ -121,6 +123,8 @@ def pagesize(
             raise ValueError(f"pagesize: the saved study has no {', '.join(sorted(unknown))}")
     else:
         names = workloads or list(of.WORKLOADS)
+        if out is not None:
+            of.refuse_other(out)
         tick = None if quiet else _Ticks("pagesize", "replays", 18)
         made = of.study(names, pool=pool, requests=requests, rounds=rounds, tick=tick)
     if out is not None:

@@ -244,12 +244,20 @@ def kernel_times(path: Path | None = None, point: str = KERNEL_POINT) -> dict[st
 
 
 def save(made: Study, folder: Path) -> Path:
-    """Write pagesize.csv and pagesize.json. Returns the folder."""
+    """Write pagesize.csv and pagesize.json. Returns the folder. Raises ValueError when it holds other files."""
+    refuse_other(folder)
     folder.mkdir(parents=True, exist_ok=True)
     made.rows.to_csv(folder / "pagesize.csv", index=False, float_format="%.6g", lineterminator="\n")
     about = {"schema_version": SCHEMA_VERSION, **made.about}
     (folder / "pagesize.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return folder
+
+
+def refuse_other(folder: Path) -> None:
+    """Raise ValueError when the folder holds files and no study."""
+    from kvarena.experiments.results import refuse_others
+
+    refuse_others(folder, (folder / "pagesize.json").is_file(), "an earlier page-size study")
 
 
 def load(folder: Path) -> Study:

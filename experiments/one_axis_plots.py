@@ -73,7 +73,7 @@ def draw_axis(study: Study, kernels: Mapping[str, Mapping[int, float]], workload
     names = workloads or list(dict.fromkeys(study.rows["workload"]))[:3]
     choice = best(study.rows)
     with mpl.rc_context({**STYLE, "font.size": 7.5, "xtick.labelsize": 6.5, "ytick.labelsize": 7}):
-        figure = plt.figure(figsize=(2.5 * len(names) + 0.7, 7.4), layout="constrained")
+        figure = plt.figure(figsize=(max(2.5 * len(names) + 0.7, 5.2), 7.4), layout="constrained")
         panels = figure.subplots(len(PANELS), len(names), sharex=True, squeeze=False)
         for column, name in enumerate(names):
             rows = study.rows[study.rows["workload"] == name]

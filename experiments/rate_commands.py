@@ -21,7 +21,7 @@ def add_rate_command(app: typer.Typer) -> None:
 
 def rate(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG.toml]", help="A run's sections, [[allocators]] and [rate].")
+        Path | None, typer.Argument(metavar="[CONFIG.toml]", help="A run's sections, \\[\\[allocators]] and \\[rate].")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the tables and the figure.")] = None,
     set_: Annotated[

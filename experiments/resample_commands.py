@@ -54,6 +54,10 @@ def resample(
 
 
 def _show(found: Replicates, out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{out}: cannot be written ({error.strerror})") from None
     _draw(found, out / "intervals")
     _print(found)
     print(out / "intervals.png")

@@ -336,6 +336,14 @@ def refuse_foreign(out: Path) -> None:
         raise ValueError(f"{out}: holds other files{named}; give an empty folder, a new one, or an earlier result")
 
 
+def refuse_others(folder: Path, ours: bool, what: str) -> None:
+    """Raise ValueError when `folder` is a file, or holds files and is not `ours`, an earlier output."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: expected a folder, found a file")
+    if folder.is_dir() and any(folder.iterdir()) and not ours:
+        raise ValueError(f"{folder}: holds other files; give a new folder, or that of {what}")
+
+
 def _is_ours(path: Path) -> bool:
     """Whether a result folder has a file of that name (relative to the folder). What else is there is never deleted."""
     if path.parent == Path(FIGURES) or path.stem == "timings":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,8 +58,9 @@ def write_table(table: pd.DataFrame, out: Path) -> None:
             write_parquet(table, partial)
         partial.replace(out)
     except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ValueError(f"{out}: cannot be written ({error.strerror})") from None
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise ValueError(f"{out}: cannot be written ({error.strerror or error})") from None
 
 
 def draw_bounds(result: Result, table: pd.DataFrame, path: Path) -> None:

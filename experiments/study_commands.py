@@ -131,7 +131,9 @@ def _print(table: Any) -> None:
 
 
 def sweep(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="A config with [sweep] or [[sweep]] tables.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.toml", help="A config with a table \\[sweep], or several \\[\\[sweep]].")
+    ],
     out: Annotated[Path, typer.Option(help="Folder of the sweep; an earlier one there is carried on.")],
     jobs: Annotated[int | None, typer.Option(help="Processes at once; default: one a core.", min=1)] = None,
     ray: Annotated[str | None, typer.Option(help="'local', or the address of a Ray cluster.")] = None,

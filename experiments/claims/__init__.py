@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 Verdict = Literal["reproduced", "refuted", "depends", "not tested"]
 Range = tuple[float, float]
 PARTS = ("allocation", "serving", "recorded")
+PAGE_HEAD = "| claim | source | verdict |"  # first line of the page of findings
 
 
 class NotHereError(Exception):
@@ -163,6 +164,17 @@ def test_claim(claim: Claim) -> Finding:
     return Finding(claim, {e.measure: float(values[e.measure]) for e in claim.expect})
 
 
+def refuse_other(folder: Path) -> None:
+    """Raise ValueError when the folder holds files and neither findings nor their page."""
+    from kvarena.experiments.results import refuse_others
+
+    page = folder / "claims.md"
+    ours = (folder / "claims.json").is_file() or (
+        page.is_file() and page.read_text(encoding="utf-8", errors="replace").startswith(PAGE_HEAD)
+    )
+    refuse_others(folder, ours, "earlier findings")
+
+
 def save_findings(findings: Iterable[Finding], folder: Path) -> None:
     """`claims.json` (reloads) and `claims.md`. Raises ValueError when it cannot be written."""
     import time
@@ -212,7 +224,7 @@ def load_findings(folder: Path) -> list[Finding]:
 def markdown(findings: Iterable[Finding]) -> str:
     """The findings as a page: a summary table, then each claim with its measures."""
     found = list(findings)
-    lines = ["| claim | source | verdict |", "|---|---|---|"]
+    lines = [PAGE_HEAD, "|---|---|---|"]
     lines += [f"| [{f.claim.claim}](#{f.claim.id}) | {f.claim.source} | {f.verdict} |" for f in found]
     for f in found:
         lines += ["", f'<a id="{f.claim.id}"></a>', "", f"### {f.claim.claim}", ""]
