@@ -17,6 +17,7 @@ evicted            pages whose cached content was dropped for room
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -124,9 +125,10 @@ def misses(prompt_tokens: int, prefix_tokens: int, hit_tokens: int, page_size: i
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """Arithmetic mean; None of nothing."""
+    """Arithmetic mean; None of nothing. The sum is exact, since what `sum` gives differs between Python 3.11 and 3.12,
+    and files must not."""
     numbers = list(values)
-    return sum(numbers) / len(numbers) if numbers else None
+    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
