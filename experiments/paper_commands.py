@@ -33,6 +33,9 @@ def paper(
     root = Path()
     every = load_items(root)
     items = [item for item in every if only is None or any(part in item.target for part in only)]
+    for part in only or []:
+        if not any(part in item.target for item in every):
+            raise ValueError(f"--only: expected a part of {', '.join(item.target for item in every)}; found {part!r}")
     for arguments in dict.fromkeys(item.rerun for item in items if rerun and item.on_gpu == (rerun == "gpu")):
         print(f"kvarena {' '.join(arguments)}", file=sys.stderr, flush=True)
         run_quietly(list(arguments))

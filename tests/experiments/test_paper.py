@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from kvarena.experiments import paper
 from matplotlib.image import imsave
+from support.commands import invoke
 
 ITEM = """
 [[item]]
@@ -105,3 +106,13 @@ def test_a_damaged_list_is_refused(tmp_path, text, fault):
 def test_outside_a_checkout_the_command_says_so(tmp_path):
     with pytest.raises(ValueError, match="run from the folder of a checkout"):
         paper.load_items(tmp_path)
+
+
+def test_an_only_that_matches_nothing_is_refused_and_does_not_pass(tmp_path, monkeypatch):
+    checkout(tmp_path, "docs/a.png", "a.png")
+    monkeypatch.chdir(tmp_path)
+    for only in (["nosuch"], ["a.png", "nosuch"], ["docs/b"]):
+        flags = [flag for part in only for flag in ("--only", part)]
+        with pytest.raises(ValueError, match=r"--only: expected a part of docs/a\.png; found '(nosuch|docs/b)'"):
+            invoke("paper", *flags)
+    assert not (tmp_path / "out").exists()
