@@ -82,7 +82,7 @@ def plot_interactions(
     if metric not in METRICS:
         raise ValueError(f"metric: expected one of {', '.join(METRICS)}, found {metric!r}")
     names, scale = made.rungs, SCALES[metric][0]
-    ax = _axes((1.9 + 0.55 * len(names), 1.5 + 0.5 * len(names))) if ax is None else ax
+    ax = _axes((1.9 + 0.55 * len(names), max(1.5 + 0.5 * len(names), 2.5))) if ax is None else ax
     pool = made.reference_pool if pool is None else pool
     grid = np.full((len(names), len(names)), np.nan)
     for place, value in enumerate(made.of(metric, pool)["value"]):
@@ -105,7 +105,8 @@ def plot_interactions(
     ax.grid(visible=False)
     unit = "points" if metric == "token_hit_rate" else SCALES[metric][1]
     bar = ax.figure.colorbar(image, ax=ax, shrink=0.7)
-    bar.set_label(f"{unit}: own share (diagonal), together minus apart", fontsize=7)
+    between = "\n" if len(names) < 5 else " "  # a small figure is shorter than the line
+    bar.set_label(f"{unit}: own share (diagonal),{between}together minus apart", fontsize=7)
     ax.set_title(_title(made, pool))
     return ax
 

@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from kvarena.allocators.config import GENERAL, design
 from kvarena.experiments.ladder import TIME, Ladder, ladder, load_ladder, read_base
@@ -216,6 +217,22 @@ def test_figures_show_the_walk_and_every_pair(made: Ladder) -> None:
         with pytest.raises(ValueError, match="expected one of hit_tokens"):
             plot_waterfall(made, metric=metric)
     plt.close("all")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7])
+def test_the_scale_of_the_pairs_is_named_inside_the_figure(made: Ladder, count: int) -> None:
+    import matplotlib.pyplot as plt
+
+    names = made.rungs[:1] + [f"rung {number}" for number in range(1, count)]
+    one = made.attribution.groupby(["metric", "pool_bytes"]).head(1)
+    few = Ladder(
+        {**made.manifest, "rungs": names}, pd.concat([one] * count), made.interactions[:0], made.subsets, made.times
+    )
+    figure: Any = plot_interactions(few).get_figure()
+    figure.canvas.draw()
+    label = figure.axes[-1].yaxis.label.get_window_extent()
+    assert 0 <= label.y0 < label.y1 <= figure.bbox.height
+    plt.close(figure)
 
 
 def test_a_walk_through_the_engine_has_rungs_of_the_scheduler(tmp_path: Path) -> None:
