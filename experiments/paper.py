@@ -16,6 +16,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -82,24 +83,25 @@ def load_items(root: Path) -> list[Item]:
 def redraw(
     items: list[Item], root: Path, out: Path, run: Callable[[list[str]], None], *, update: bool = False
 ) -> Iterator[Outcome]:
-    """Redraw each item into `out/NAME` and compare; `update` writes the committed files instead.
+    """Redraw each item into `out/NN-NAME` and compare; `update` writes the committed files instead.
 
     run  carries out arguments of kvarena in the checkout and raises for a failure
     """
+    out.mkdir(parents=True, exist_ok=True)
     for number, item in enumerate(items):
-        scratch = out / f"{number:02d}-{Path(item.makes).stem}"
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        try:
-            run([part.replace("{out}", str(scratch)) for part in item.redraw])
-            made = scratch / item.makes
-            if not made.is_file():
-                raise ValueError(f"{shlex.join(item.redraw)} made no {item.makes}")
-            if update:
-                _write(item, root, made)
-            fault = _difference(item, root, made)
-        except (ValueError, OSError) as error:
-            fault = str(error)
+        with TemporaryDirectory() as folder:
+            scratch = Path(folder)
+            try:
+                run([part.replace("{out}", str(scratch)) for part in item.redraw])
+                made = scratch / item.makes
+                if not made.is_file():
+                    raise ValueError(f"{shlex.join(item.redraw)} made no {item.makes}")
+                shutil.copyfile(made, out / f"{number:02d}-{made.name}")
+                if update:
+                    _write(item, root, made)
+                fault = _difference(item, root, made)
+            except (ValueError, OSError) as error:
+                fault = str(error)
         yield Outcome(item, fault)
 
 

@@ -176,13 +176,15 @@ def refuse_other(folder: Path) -> None:
 
 
 def save_findings(findings: Iterable[Finding], folder: Path) -> None:
-    """`claims.json` (reloads) and `claims.md`. Raises ValueError when it cannot be written."""
+    """`claims.json` (reloads) and `claims.md`. Findings of other claims that are there stay, unless their claim was
+    edited since. Raises ValueError when it cannot be written."""
     import time
 
     from kvarena.experiments.provenance import provenance
     from kvarena.experiments.sweep import write_whole
 
-    found = list(findings)
+    given = {finding.claim.id: finding for finding in findings}
+    found = [finding for _, finding in sorted({**_still_valid(folder), **given}.items())]
     rows = [
         {"id": f.claim.id, "sha256": f.claim.sha256, "verdict": f.verdict, "values": f.values, "reason": f.reason}
         for f in found
@@ -207,18 +209,36 @@ def write_page(findings: Iterable[Finding], folder: Path) -> None:
 
 def load_findings(folder: Path) -> list[Finding]:
     """Read `claims.json`. Raises ValueError naming the claim whose file is no longer the one that was tested."""
+    found = []
+    for finding, digest in _read(folder):
+        if finding.claim.sha256 != digest:
+            name = finding.claim.id
+            raise ValueError(
+                f"{folder / 'claims.json'}: claim {name} was tested against another file than claims/{name}.toml is now"
+            )
+        found.append(finding)
+    return found
+
+
+def _still_valid(folder: Path) -> dict[str, Finding]:
+    if not (folder / "claims.json").is_file():
+        return {}
+    return {finding.claim.id: finding for finding, digest in _read(folder) if finding.claim.sha256 == digest}
+
+
+def _read(folder: Path) -> list[tuple[Finding, str]]:
+    """Findings of claims as they are now, each with the hash of the file that was tested."""
     path = folder / "claims.json"
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["findings"]
         kept = [(row["id"], row["sha256"], row["values"], row["reason"]) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: cannot be read as findings ({error})") from None
-    found = []
-    for claim, (name, digest, values, reason) in zip(load_claims(row[0] for row in kept), kept, strict=True):
-        if claim.sha256 != digest:
-            raise ValueError(f"{path}: claim {name} was tested against another file than claims/{name}.toml is now")
-        found.append(Finding(claim, values, reason))
-    return found
+    chosen = load_claims(row[0] for row in kept)
+    return [
+        (Finding(claim, values, reason), digest)
+        for claim, (_, digest, values, reason) in zip(chosen, kept, strict=True)
+    ]
 
 
 def markdown(findings: Iterable[Finding]) -> str:

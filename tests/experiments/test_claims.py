@@ -139,6 +139,22 @@ def test_findings_read_back_and_are_refused_when_their_claim_was_edited(tmp_path
         claims.load_findings(tmp_path)
 
 
+def test_testing_one_claim_again_keeps_the_findings_of_the_others(tmp_path):
+    every = [claims.test_claim(claim) for claim in claims.load_claims(["shared_prompt_201_pages", "tpu_page_1"])]
+    claims.save_findings(every, tmp_path)
+    claims.save_findings(every[:1], tmp_path)
+    assert claims.load_findings(tmp_path) == every
+
+
+def test_a_finding_whose_claim_was_edited_is_dropped_when_others_are_saved(tmp_path):
+    every = [claims.test_claim(claim) for claim in claims.load_claims(["shared_prompt_201_pages", "tpu_page_1"])]
+    claims.save_findings(every, tmp_path)
+    text = (tmp_path / "claims.json").read_text()
+    (tmp_path / "claims.json").write_text(text.replace(every[1].claim.sha256, "0" * 64))
+    claims.save_findings(every[:1], tmp_path)
+    assert claims.load_findings(tmp_path) == every[:1]
+
+
 @pytest.mark.parametrize("content", ["", "{}", '{"findings": [1]}', '{"findings": [{"id": "tpu_page_1"}]}'])
 def test_findings_that_are_damaged_are_refused(tmp_path, content):
     (tmp_path / "claims.json").write_text(content)

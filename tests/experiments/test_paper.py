@@ -116,3 +116,14 @@ def test_an_only_that_matches_nothing_is_refused_and_does_not_pass(tmp_path, mon
         with pytest.raises(ValueError, match=r"--only: expected a part of docs/a\.png; found '(nosuch|docs/b)'"):
             invoke("paper", *flags)
     assert not (tmp_path / "out").exists()
+
+
+def test_nothing_that_lies_in_the_output_folder_is_deleted(tmp_path):
+    items = checkout(tmp_path, "docs/a.png", "a.png")
+    picture(tmp_path / "docs" / "a.png")
+    mine = tmp_path / "out" / "00-a" / "thesis.tex"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("x")
+    assert outcome(items, tmp_path, lambda out: picture(out / "a.png")) == ""
+    assert mine.read_text() == "x"
+    assert (tmp_path / "out" / "00-a.png").is_file()
