@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 from kvarena.experiments.config import load_config
 from kvarena.experiments.results import load_result
+from support.interrupts import listen
 
 OPTIONS = "options={num_sessions=10, num_system_prompts=3, max_message=100, max_reply=60}"
 SMALL = ("--set", OPTIONS, "--set", "kernel_batches=0", "--pool", "600 MiB", "--pool", "900 MiB")
@@ -250,7 +251,8 @@ def test_a_terminal_that_cannot_spell_a_character_ends_no_run(tmp_path):
 def test_interrupt_leaves_nothing_and_exits_130(tmp_path):
     arguments = ("chat", "--out", tmp_path / "out", "--set", "options.num_sessions=3000", "--set", "kernel_batches=0")
     command = [sys.executable, "-m", "kvarena", "compare", *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **pipes, preexec_fn=listen)
     assert process.stderr.readline().startswith("replay 1 of 16")
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)

@@ -12,6 +12,7 @@ from typing import Any
 
 import tomli_w
 from kvarena.experiments.sweep_plan import SweepCell
+from support.interrupts import listen
 
 MEASURED = ("provenance.json", "timings.parquet")  # what two equal runs may differ in
 BASE: dict[str, Any] = {
@@ -49,6 +50,7 @@ def start(*arguments: Any) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=listen,
     )
 
 

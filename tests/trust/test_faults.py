@@ -26,6 +26,7 @@ from kvarena.experiments.results import load_result
 from kvarena.experiments.scenarios import write_log
 from kvarena.experiments.sweep import open_sweep, sweep
 from kvarena.experiments.verify_result import verify
+from support.interrupts import listen
 from support.small import OPTIONS, shared
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,6 +109,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=listen,
     )
 
 
