@@ -33,15 +33,16 @@ def refused(check: Callable[[], None]) -> bool:
 
 STORE_FAULTS: dict[str, list[Fault]] = {
     "slot -1 wraps around": [
-        ("if (slot >= 0) & (slot < num_slots):", ("slot = (slot + num_slots) % num_slots\n    if slot >= 0:"))
+        (
+            "m = (slot >= 0) & (slot < num_slots)",
+            "slot = tl.where(m_row, (slot + num_slots) % num_slots, -1)\n    m = slot >= 0",
+        )
     ],
     "offset within the page forgotten": [("offset = slot & (PAGE_SIZE - 1)", "offset = slot * 0")],
     "V written with K's page stride": [("page * value_stride_p", "page * key_stride_p")],
     "multiplied by the scale": [("tl.math.div_rn(x.to(tl.float32), scale)", "x.to(tl.float32) * scale")],
-    "v_scale ignored": [
-        (("            v_scale,\n            v_scale_ptr"), ("            1.0,\n            v_scale_ptr"))
-    ],
-    "last head left out": [("(o_h < HEADS)[:, None]", "(o_h < HEADS - 1)[:, None]")],
+    "v_scale ignored": [("m_row, m, v_scale, v_scale_ptr", "m_row, m, 1.0, v_scale_ptr")],
+    "last head left out": [("(o_h < HEADS)", "(o_h < HEADS - 1)")],
 }
 
 
