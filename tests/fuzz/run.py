@@ -41,7 +41,7 @@ class Report:
     found: dict[str, bytes]
 
     def __str__(self) -> str:
-        state = "no crash" if self.code == 0 else f"CRASH: {self.crash}"
+        state = "no crash" if self.code == 0 else f"CRASH (exit code {self.code}): {self.crash}"
         covered = self.coverage or "coverage unknown"
         return f"{self.name:<16} {self.runs:>8,} runs, {self.seconds:5.0f} s, {covered}, {state}"
 
