@@ -33,6 +33,9 @@ from kvarena.experiments.traces.rows import Row, RowSource, csv_rows, document_r
 from kvarena.experiments.traces.visible import ChainCheck, VisibleMeasure
 from numpy.typing import NDArray
 
+MAX_OWN_TOKENS = 2**24
+"""Tokens of a prompt that is known by its length alone: more than any context window, and 128 MiB of ids."""
+
 
 def load_file(path: Path, format: str | None, *, name: str, options: dict[str, Any], **settings: Any) -> Trace:
     """A trace from a file (.jsonl, .json, .csv, .msgpack, each also .gz) or a folder.
@@ -245,6 +248,11 @@ class Pipeline:
                 turn += 1
 
     def _check(self, raw: RawRequest, scan: Scan, ids: set[str], position: int) -> None:
+        if not has_ids(raw) and raw.num_prompt_tokens > MAX_OWN_TOKENS:
+            raise ValueError(
+                f"{raw.where}: prompt: expected at most {MAX_OWN_TOKENS} tokens where only its length is known, found "
+                f"{raw.num_prompt_tokens}"
+            )
         if raw.grain != scan.grain:
             raise ValueError(
                 f"{raw.where}: field 'block_size': expected {scan.grain} tokens an id on every row, found {raw.grain}"

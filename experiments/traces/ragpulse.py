@@ -36,6 +36,9 @@ COMPONENTS = {
 REST_TOKENS = 4096
 """Tokens 0 to 4095 are the rest that no component accounts for."""
 
+MAX_OWN_TOKENS = 2**24
+"""The longest component: its ids are made here, 64 MiB of them."""
+
 _KNOWN = ("timestamp", "input_length", "output_length", "hash_ids", "session_id")
 
 
@@ -97,7 +100,10 @@ def _listed(row: Row) -> dict[str, list[int]]:
 def _lengths(folder: Path, name: str, field: str) -> dict[int, int]:
     lengths: dict[int, int] = {}
     for row in json_rows(TextFile(_one_file(folder, name))):
-        lengths[row.count(field)] = row.count("token_length", minimum=1)
+        length = row.count("token_length", minimum=1)
+        if length > MAX_OWN_TOKENS:
+            row.fail("token_length", f"at most {MAX_OWN_TOKENS} tokens", length)
+        lengths[row.count(field)] = length
     return lengths
 
 

@@ -85,6 +85,7 @@ def assert_sane(rows: list[tuple[str, float, int, int]]) -> None:
     assert all(type(prompt) is int and prompt >= 1 and output >= 0 for _, _, prompt, output in rows)
 
 
+BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
 SAME = ("BOM", "CRLF", "mixed ends", "no last newline", "blank lines", "gzip under a plain name")
 NEVER = (
     "two BOMs",
@@ -151,6 +152,36 @@ def test_a_bomb_of_many_lines_is_refused_by_its_ratio(tmp_path):
         ValueError, match=rf"t\.jsonl\.gz:\d+: expected gzip data that unpacks to at most {MAX_RATIO} times"
     ):
         load_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.csv", "arrived_at,num_prefill_tokens,num_decode_tokens\n0,2147483647,1\n"),
+        ("t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2025-03-01 10:00:00.5,2147483647,2\n"),
+        ("t.csv", f"{BURST}\n3,G,2147483640,1,2147483641,A\n"),
+        ("t.jsonl", '{"arrival_time_ns": 5, "input_toks": 2147483647, "output_toks": 1}\n'),
+    ],
+)  # fmt: skip
+def test_a_length_alone_asks_for_no_more_memory_than_any_context_window_would(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_text(content)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=rf"{name}:\d: prompt: expected at most 16777216 tokens"):
+        load_trace(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**24
+
+
+def test_a_component_asks_for_no_more_memory_than_any_context_window_would(tmp_path):
+    reader = READERS["ragpulse"]
+    for name, data in reader.files.items():
+        (tmp_path / name).write_bytes(data.replace(b'"token_length": 4', b'"token_length": 2147483000'))
+    with pytest.raises(
+        ValueError, match=r"1_sys_prompt\.jsonl:1: field 'token_length': expected at most 16777216 tokens"
+    ):
+        load_trace(tmp_path, "ragpulse")
 
 
 def test_a_file_that_changes_between_two_passes_is_an_error(tmp_path):
