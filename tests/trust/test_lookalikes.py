@@ -23,3 +23,16 @@ def test_namespaces_that_only_compare_equal_share_nothing(kind, form):
             assert pin is not None
             assert pin.hit_tokens == (6 if name == "c" else 0), (mine, theirs)
             pool.commit([(seq, 7)])
+
+
+@pytest.mark.parametrize("form", ["runs", "hashed"])
+@pytest.mark.parametrize(("mine", "theirs", "pages"), [(2, 6, 1), (6, 2, 1), (2, 2, 2), (6, 10, 2), (1, 2, 2)])
+def test_an_image_and_a_longer_one_of_its_content_share_only_pages_that_both_cover_alike(form, mine, theirs, pages):
+    """Placeholders behind a short image are tokens, inside a long one they are the image."""
+    pool = make_allocator({"kind": "block", "page_size": 4, "form": form}, num_pages=12)
+    for name, length, hit in (("a", mine, 0), ("b", theirs, 4 * pages)):
+        seq = Sequence(name, [7] * 12, extra_keys=[(2, length, "image")])
+        pin = pool.admit(seq)
+        assert pin is not None
+        assert pin.hit_tokens == hit
+        pool.commit([(seq, 12)])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from kvarena.allocators._runs import Buddy
 from kvarena.allocators.config import make_allocator
 from kvarena.allocators.interface import Sequence
+from kvarena.experiments.engine.request import make_request
 from support.slow_facts import Facts, SlowGate
 from support.slow_token import SlowToken
 
@@ -68,3 +70,28 @@ def test_a_pin_finds_its_pages_after_others_cut_the_run_it_found():
     pool.commit([(pinned, 8)])
     assert list(pool.page_ids(pinned))[:3] == list(pool.page_ids(first))[:3]
     pool.check()
+
+
+def test_a_buddy_run_grows_only_into_its_own_other_half():
+    free = Buddy(8)
+    assert [free.place(1) for _ in range(4)] == [(1, 1), (2, 1), (3, 1), (4, 1)]
+    free.give((3, 1))
+    # Page 3 is free behind page 2, and belongs to another pair.
+    assert free.grow((2, 1), 2) is None
+    free.give((2, 1))
+    assert free.grow((1, 1), 2) == (1, 2)
+    free.check()
+
+
+@pytest.mark.parametrize(
+    ("computed", "hit", "from_host", "again"), [(12, 8, 0, 4), (12, 0, 0, 12), (4, 8, 0, 0), (12, 4, 6, 2)]
+)
+def test_recomputed_tokens_are_those_that_no_cache_had(computed, hit, from_host, again):
+    request = make_request("a", range(10), 5)
+    request.admitted(0)
+    request.num_computed = computed
+    request.throw_back()
+    request.admitted(hit, from_host)
+    assert request.recomputed_tokens == again
+    request.admitted(0)  # another admission without a preemption in between loses nothing
+    assert request.recomputed_tokens == again
