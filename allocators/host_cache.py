@@ -15,17 +15,16 @@ The host keeps what was loaded (it need not be copied out again); least recently
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import xxhash
+from kvarena.allocators.forwarding import ForwardingAllocator
 from kvarena.allocators.interface import (
     PADDING_PAGE,
     AllocatorError,
-    Capacity,
     Commit,
     Fork,
     Gate,
@@ -80,7 +79,7 @@ def _design_of(allocator: KVAllocator) -> Any:
     return getattr(allocator, "design", None) if inner is None else _design_of(inner)
 
 
-class HostCache(KVAllocator):
+class HostCache(ForwardingAllocator):
     """An allocator with `num_pages` host pages behind it, ids from `first_page` on.
 
     moved  told of copies in the order in which they have to be carried out, all before the next step computes
@@ -107,11 +106,7 @@ class HostCache(KVAllocator):
             raise ValueError(
                 f"a host cache knows whole pages of whole prefixes: no window, no hash_unit; found {design}"
             )
-        self.inner = inner
-        self.kind = inner.kind  # type: ignore[misc]  # the class variable of whatever is inside
-        self.page_size = inner.page_size
-        self.num_pages = inner.num_pages
-        self.events = inner.events
+        super().__init__(inner)
         self.num_host_pages = num_pages
         self._moved = moved
         self._first = first_page
@@ -317,9 +312,7 @@ class HostCache(KVAllocator):
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> Fork | None:
         """As `SupportsFork.fork`; its copies come behind the moves told here. ValueError: the design has no fork."""
-        if not hasattr(self.inner, "fork"):
-            raise ValueError(f"allocator {self.kind!r} has no fork")
-        made: Fork | None = self.inner.fork(parent, child, *([] if num_tokens is None else [num_tokens]))
+        made = super().fork(parent, child, num_tokens)
         if made is not None:
             self._evicted(made.evicted)
             self._taken(copy.dst for copy in made.copies)
@@ -329,25 +322,13 @@ class HostCache(KVAllocator):
         return made
 
     def prepare_write(self, seq: Sequence, start: int, end: int) -> list[PageCopy] | None:
-        """As `SupportsFork.prepare_write`. ValueError when the design has no fork."""
-        if not hasattr(self.inner, "prepare_write"):
-            raise ValueError(f"allocator {self.kind!r} has no fork")
-        copies: list[PageCopy] | None = self.inner.prepare_write(seq, start, end)
+        copies = super().prepare_write(seq, start, end)
         self._taken(copy.dst for copy in copies or ())
         return copies
 
     def match(self, seq: Sequence) -> Match:
         """What the device has: an order by cached prefix prefers what needs no copy."""
         return self.inner.match(seq)
-
-    def room(self) -> tuple[int, int]:
-        return self.inner.room()
-
-    def page_ids(self, seq: Sequence) -> array[int]:
-        return self.inner.page_ids(seq)
-
-    def capacity(self) -> Capacity:
-        return self.inner.capacity()
 
     def reset(self) -> bool:
         """Drop both tiers. False, and nothing changed, while sequences are live."""

@@ -6,8 +6,8 @@ import time
 from array import array
 from collections.abc import Iterable
 
+from kvarena.allocators.forwarding import ForwardingAllocator
 from kvarena.allocators.interface import (
-    Capacity,
     Commit,
     Fork,
     Gate,
@@ -20,12 +20,11 @@ from kvarena.allocators.interface import (
     Reservation,
     Sequence,
 )
-from kvarena.experiments.engine.watched import forking
 
 VERBS = ("pin", "reserve", "commit", "release", "evict", "match", "fork", "prepare_write")
 
 
-class MeteredAllocator(KVAllocator):
+class MeteredAllocator(ForwardingAllocator):
     """Passes everything on to `inner`.
 
     nanoseconds     verb -> wall time of each call; total_ns: of all calls so far
@@ -34,11 +33,7 @@ class MeteredAllocator(KVAllocator):
     """
 
     def __init__(self, inner: KVAllocator) -> None:
-        self.inner = inner
-        self.kind = inner.kind  # type: ignore[misc]  # the class variable of whatever is inside
-        self.page_size = inner.page_size
-        self.num_pages = inner.num_pages
-        self.events = inner.events
+        super().__init__(inner)
         self.nanoseconds: dict[str, array[int]] = {verb: array("q") for verb in VERBS}
         self.total_ns = 0
         self.evicted_pages = 0
@@ -96,10 +91,8 @@ class MeteredAllocator(KVAllocator):
         return match
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> Fork | None:
-        """As `SupportsFork.fork`. ValueError when the design has no fork."""
-        inner = forking(self.inner)
         start = time.perf_counter_ns()
-        fork = inner.fork(parent, child, *([] if num_tokens is None else [num_tokens]))
+        fork = super().fork(parent, child, num_tokens)
         self._took("fork", start)
         if fork is not None:
             self.evicted_pages += len(fork.evicted)
@@ -107,24 +100,7 @@ class MeteredAllocator(KVAllocator):
         return fork
 
     def prepare_write(self, seq: Sequence, start: int, end: int) -> list[PageCopy] | None:
-        """As `SupportsFork.prepare_write`. ValueError when the design has no fork."""
-        inner = forking(self.inner)
         began = time.perf_counter_ns()
-        copies = inner.prepare_write(seq, start, end)
-        self.nanoseconds["prepare_write"].append(time.perf_counter_ns() - began)
+        copies = super().prepare_write(seq, start, end)
+        self._took("prepare_write", began)
         return copies
-
-    def room(self) -> tuple[int, int]:
-        return self.inner.room()
-
-    def page_ids(self, seq: Sequence) -> array[int]:
-        return self.inner.page_ids(seq)
-
-    def capacity(self) -> Capacity:
-        return self.inner.capacity()
-
-    def reset(self) -> bool:
-        return self.inner.reset()
-
-    def check(self) -> None:
-        self.inner.check()
