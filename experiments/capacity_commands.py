@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from kvarena.experiments.console import print_rich
 
 CAPACITY_EXAMPLES = """Examples:\n
 kvarena capacity --out out/capacity\n
 kvarena capacity --model deepseek-v2-lite --loads chat --designs block-64,token-64 --no-beyond\n
 kvarena capacity --saved results/h200/capacity.json --out out/card\n
 kvarena capacity --backends"""
+
+COLUMNS = 160
 
 
 def add_capacity_command(app: typer.Typer) -> None:
@@ -56,7 +59,7 @@ def capacity(
     from kvarena.experiments.capacity_study import backends_table, joined, load_capacity, run_study
 
     if backends:
-        _print([backends_table()])
+        print_rich(backends_table(), piped_columns=COLUMNS)
         return
     on_card = None if measured is None else read_measured(measured)
     if saved:
@@ -80,7 +83,7 @@ def capacity(
     if out is not None:
         result.save(out)
         print(f"result in {out}", file=sys.stderr)
-    _print(_tables(result))
+    print_rich(*_tables(result), piped_columns=COLUMNS)
 
 
 def _names(text: str) -> list[str]:
@@ -103,12 +106,3 @@ def _tables(result: Any) -> list[Any]:
     tables = [sizing_table(result, panel) for panel in result.panels]
     tables += [answer_table(result, panel, known) for panel in result.panels]
     return tables + [parts_table(result, panel) for panel in result.panels]
-
-
-def _print(tables: list[Any]) -> None:
-    from rich.console import Console
-
-    terminal = Console()
-    console = Console(width=None if terminal.is_terminal else 160)
-    for table in tables:
-        console.print(table)

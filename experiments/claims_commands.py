@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from kvarena.experiments.console import print_rich
 
 if TYPE_CHECKING:
     from kvarena.experiments.claims import Finding
@@ -65,12 +66,9 @@ def claims(
 
 def _print(found: list[Finding], whole: bool) -> None:
     from kvarena.experiments.claims import claimed, predicted, shown
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
-    console = Console(width=None if console.is_terminal else 140)
     table = Table()
     for head in ("claim", "verdict", "when", "claimed", "measured", "predicted"):
         table.add_column(head)
@@ -82,8 +80,6 @@ def _print(found: list[Finding], whole: bool) -> None:
             cells = (e.when, claimed(e), shown(finding.values[e.measure], e.unit), predicted(finding, e))
             table.add_row(*map(Text, (*(first if place == 0 else ("", "")), *cells)))
         table.add_section()
-    console.print(table)
-    if whole and found[0].claim.note:
-        console.print(Text(found[0].claim.note))
+    notes = [Text(found[0].claim.note)] if whole and found[0].claim.note else []
     counts = {v: sum(f.verdict == v for f in found) for v in ("reproduced", "refuted", "depends", "not tested")}
-    console.print(Text(", ".join(f"{count} {verdict}" for verdict, count in counts.items())))
+    print_rich(table, *notes, Text(", ".join(f"{count} {verdict}" for verdict, count in counts.items())))

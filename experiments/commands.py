@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from kvarena.experiments.console import print_rich
 
 if TYPE_CHECKING:
     from kvarena.experiments.config import Config
@@ -61,7 +62,7 @@ def compare(
     if out is not None:  # before anything is printed: a reader that goes away must not cost the result
         result.save(out)
         print(f"result in {out}", file=sys.stderr)
-    _print(result)
+    print_rich(result)
 
 
 def compare_config(what: str | None, sets: list[str], **flags: Any) -> Config:
@@ -110,7 +111,7 @@ def demo(
     """A small comparison in seconds: no checkout, network, GPU or torch."""
     from kvarena.experiments.demo import demo as run_demo
 
-    _print(run_demo(figure))
+    print_rich(run_demo(figure))
     print(f"figure in {figure}", file=sys.stderr)
 
 
@@ -162,11 +163,3 @@ def config_diff_command(
     for name, (left, right) in differing.items():
         print(f"{name}: {left!r} -> {right!r}")
     raise typer.Exit(1 if differing else 0)
-
-
-def _print(result: Any) -> None:
-    from rich.console import Console
-
-    console = Console()
-    # Piped output keeps whole lines: nobody's pager folds a table's cells.
-    Console(width=None if console.is_terminal else 140).print(result)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from kvarena.experiments.console import print_rich
 
 
 def add_fork_command(app: typer.Typer) -> None:
@@ -22,12 +23,10 @@ def forks(
     """Say how much memory parallel samples and beams save by sharing pages, beside the published figures."""
     from kvarena.experiments.forking import Model, frame, savings_table, study
     from kvarena.experiments.study import write_table
-    from rich.console import Console
 
     if out is not None and out.suffix not in (".csv", ".parquet"):
         raise ValueError(f"--out: expected a file .csv or .parquet, found {out}")
     rows = study(requests=requests, seed=seed, model=Model(scale))
     if out is not None:
         write_table(frame(rows), out)
-    console = Console()
-    Console(width=None if console.is_terminal else 140).print(savings_table(rows))
+    print_rich(savings_table(rows))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from kvarena.experiments.console import print_rich
 
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")]
 
@@ -63,7 +64,7 @@ def aged(
             print(*of.save(done, config, out), sep="\n", file=sys.stderr)
     if figure is not None:
         _draw(figure, table, layouts)
-    _print(of.aged_table(table))
+    print_rich(of.aged_table(table))
 
 
 def timeline(
@@ -131,7 +132,7 @@ def pagesize(
         print(f"study in {of.save(made, out)}", file=sys.stderr)
     if figure is not None:
         save_one(draw_axis(made, of.kernel_times(), names and names[:3]), figure)
-    _print(of.best_table(made))
+    print_rich(of.best_table(made))
 
 
 def laws(
@@ -154,7 +155,7 @@ def laws(
         write_table(of.laws_frame(found), out)
     if figure is not None:
         save_one(draw_laws(found, workload), figure)
-    _print(of.laws_table(found))
+    print_rich(of.laws_table(found))
 
 
 def _check_kind(path: Path) -> None:
@@ -196,10 +197,3 @@ class _Ticks:
         self._count += 1
         if self._count % self._every == 0:
             print(f"{self._what}: {self._count:,} {self._unit}", file=sys.stderr)
-
-
-def _print(table: Any) -> None:
-    from rich.console import Console
-
-    console = Console()
-    Console(width=None if console.is_terminal else 140).print(table)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from kvarena.experiments.console import print_rich
 
 LADDER_EXAMPLES = """Examples:\n
 kvarena ladder chat --set options.num_sessions=20 --out out/ladder\n
@@ -18,6 +19,7 @@ kvarena ladder --show out/ladder"""
 ABLATION_EXAMPLES = """Examples:\n
 kvarena ablations chat --set live=8 --set outputs=replay --out out/ablations\n
 kvarena ablations my.toml --pool '10 %' --pool '40 %' --out out/ablations"""
+COLUMNS = 150
 
 
 def add_ladder_command(app: typer.Typer) -> None:
@@ -61,7 +63,7 @@ def ladder(
         finished = load_ladder(show)
         if out is not None:
             write_figures(finished, out)
-        _print(finished)
+        print_rich(finished, piped_columns=COLUMNS)
         return
     if what is None or out is None:
         raise ValueError("ladder: expected a trace or a config, and --out; or --show with a finished ladder")
@@ -81,7 +83,7 @@ def ladder(
         progress=not quiet,
     )
     print(f"ladder in {out}", file=sys.stderr)
-    _print(made)
+    print_rich(made, piped_columns=COLUMNS)
 
 
 def ablations(
@@ -109,8 +111,7 @@ def ablations(
         made = load_ablations(show)
         if out is not None:
             write_ablations(made, out)
-        for table in ablation_tables(made):
-            _print(table)
+        print_rich(*ablation_tables(made), piped_columns=COLUMNS)
         return
     if what is None or out is None:
         raise ValueError("ablations: expected a trace or a config, and --out; or --show with finished ablations")
@@ -121,8 +122,7 @@ def ablations(
     tick = None if quiet else lambda text: print(text, file=sys.stderr, flush=True)
     made = run_ablations(chosen, out, sets=set_ or [], tick=tick)
     print(f"ablations in {out}", file=sys.stderr)
-    for table in ablation_tables(made):
-        _print(table)
+    print_rich(*ablation_tables(made), piped_columns=COLUMNS)
 
 
 def _given(**flags: Any) -> list[tuple[str, Any]]:
@@ -144,10 +144,3 @@ def _ends_of(text: str) -> tuple[str, tuple[Any, Any]]:
     if not separator or not colon:
         raise ValueError(f"--rung: expected NAME=FROM:TO, found {text!r}")
     return name, (toml_value(low), toml_value(high))
-
-
-def _print(made: Any) -> None:
-    from rich.console import Console
-
-    console = Console()
-    Console(width=None if console.is_terminal else 150).print(made)

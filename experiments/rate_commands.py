@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from kvarena.experiments.console import console
 
 RATE_EXAMPLES = """Examples:\n
 kvarena rate experiments/configs/rate.toml --out out/rate\n
 kvarena rate experiments/configs/rate.toml --set pool='8 GiB' --set 'rate.shares=[0.5, 1.0, 1.5]'\n
 kvarena rate --saved results/rate"""
+
+COLUMNS = 160
 
 
 def add_rate_command(app: typer.Typer) -> None:
@@ -49,14 +52,12 @@ def rate(
 
 def _print(result: Any) -> None:
     from kvarena.experiments.rate_tables import hits_table, knee_lines, rates_table
-    from rich.console import Console
 
-    terminal = Console()
-    console = Console(width=None if terminal.is_terminal else 160)
-    console.print(rates_table(result))
+    out = console(COLUMNS)
+    out.print(rates_table(result))
     for line in knee_lines(result):
-        console.print(line, highlight=False)
+        out.print(line, highlight=False)
     if len(result.hits):
-        console.print(hits_table(result))
+        out.print(hits_table(result))
     for warning in result.manifest["warnings"]:
-        console.print(warning, style="dim", highlight=False, markup=False)
+        out.print(warning, style="dim", highlight=False, markup=False)

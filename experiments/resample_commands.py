@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from kvarena.experiments.console import print_rich
 
 if TYPE_CHECKING:
     from kvarena.experiments.resample import Replicates
@@ -78,18 +79,8 @@ def _draw(found: Replicates, stem: Path) -> None:
 
 def _print(found: Replicates) -> None:
     from kvarena.experiments.resample import interval_table
-    from rich.console import Console
-    from rich.table import Table as RichTable
+    from kvarena.experiments.tables import rich_table
     from rich.text import Text
 
     table = interval_table(found)
-    console = Console()
-    console = Console(width=None if console.is_terminal else 140)
-    shown = RichTable(title=Text(table.title))
-    for place, head in enumerate(table.columns):
-        shown.add_column(Text(head), justify="left" if place < 2 else "right")
-    for row in table.rows:
-        shown.add_row(*map(Text, row))
-    console.print(shown)
-    for note in table.notes:
-        console.print(Text(note, style="dim"))
+    print_rich(rich_table(table, left=2, title=table.title), *(Text(note, style="dim") for note in table.notes))

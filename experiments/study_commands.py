@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from kvarena.experiments.console import print_rich
 
 if TYPE_CHECKING:
     from kvarena.experiments.explain import Explanation
@@ -51,7 +52,7 @@ def bounds(
         write_table(table, out)
     if figure is not None:
         draw_bounds(loaded, table, figure)
-    _print(bounds_table(loaded, table))
+    print_rich(bounds_table(loaded, table))
 
 
 def explain(
@@ -120,14 +121,7 @@ def _print_explanations(found: list[Explanation], request: str | None) -> None:
     if request is not None:
         print("\n\n".join("\n".join(one.tell(request)) for one in found))
         return
-    _print(explanation_table(found))
-
-
-def _print(table: Any) -> None:
-    from rich.console import Console
-
-    console = Console()
-    Console(width=None if console.is_terminal else 140).print(table)
+    print_rich(explanation_table(found))
 
 
 def sweep(

@@ -15,6 +15,7 @@ from kvarena.experiments.style import printable
 if TYPE_CHECKING:
     import pandas as pd
     from kvarena.experiments.results import Result
+    from rich.table import Table as RichTable
 
 MEASURES = {
     "token_hit_rate": ("token hit rate, whole run", "percent"),
@@ -185,17 +186,11 @@ def kernel_line(result: Result) -> str:
 def result_tables(result: Result) -> Iterator[Any]:
     """Renderables for a terminal."""
     from rich.padding import Padding
-    from rich.table import Table as RichTable
     from rich.text import Text
 
     for table in [*tables(result), time_table(result)]:
         yield Text(table.title, style="bold")
-        rich = RichTable(header_style="bold")
-        for place, column in enumerate(table.columns):
-            rich.add_column(Text(column), justify="left" if place == 0 else "right", overflow="fold")
-        for row in table.rows:
-            rich.add_row(*(Text(cell) for cell in row))
-        yield rich
+        yield rich_table(table)
         for note in table.notes:
             yield Text(note, style="dim")
         yield Text("")
@@ -203,6 +198,20 @@ def result_tables(result: Result) -> Iterator[Any]:
         yield Text(head, style="bold")
         for line in lines:
             yield Padding(Text(line), (0, 0, 0, 2), expand=False)
+
+
+def rich_table(table: Table, left: int = 1, title: str | None = None) -> RichTable:
+    """The grid for a terminal, without the notes. The first `left` columns are text, the others numbers. Cells stay
+    as they are: names come from traces, and brackets in them are no markup."""
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    rich = RichTable(title=None if title is None else Text(title), header_style="bold")
+    for place, column in enumerate(table.columns):
+        rich.add_column(Text(column), justify="left" if place < left else "right", overflow="fold")
+    for row in table.rows:
+        rich.add_row(*map(Text, row))
+    return rich
 
 
 def result_html(result: Result) -> str:

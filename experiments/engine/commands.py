@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from kvarena.experiments.console import print_rich
 
 RUN_EXAMPLES = """Examples:\n
 kvarena run experiments/configs/run-chat.toml --out out/block\n
@@ -34,7 +35,6 @@ def run(
     """Run the engine over one allocator, on a simulated clock; tables on stdout, the rest in --out."""
     from kvarena.experiments.engine.run import run_engine
     from kvarena.experiments.engine.run_config import load_run_config, run_config
-    from rich.console import Console
 
     chosen = run_config({}, set_ or []) if config is None else load_run_config(config, set_ or [])
     with _Progress(not quiet) as tick:
@@ -42,8 +42,7 @@ def run(
     if out is not None:  # before anything is printed: a reader that goes away must not cost the result
         result.save(out)
         print(f"result in {out}", file=sys.stderr)
-    console = Console()
-    Console(width=None if console.is_terminal else 140).print(result)
+    print_rich(result)
 
 
 class _Progress:
