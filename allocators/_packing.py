@@ -58,12 +58,13 @@ class StepPacking:
         host, count, limit = self.host, len(seqs), self.host.max_requests
         rows = host.rows_of(seqs)
         last = np.fromiter([seq.num_computed_tokens for seq in seqs], np.intp, count)  # position of the new token
-        host.check_covered(seqs, rows, last)
+        columns = last // host.page_size
+        host.check_covered(seqs, rows, last, columns)
         if self._decoding.get(id(buffer)) is not rows:
             self._write_header(buffer, rows, self._count[: count + 1], self._count[: count + 1])
             self._decoding[id(buffer)] = rows
         end = self.header + count
-        buffer[self.header : end] = host.at(rows, last // host.page_size)
+        buffer[self.header : end] = host.at(rows, columns)
         last += 1
         buffer[limit : limit + count] = last
         return Packed(count, 1, int(last.max()), rows, end)
@@ -74,7 +75,7 @@ class StepPacking:
         rows, new = host.rows_of(seqs), _token_counts(num_new_tokens, count)
         computed = np.fromiter([seq.num_computed_tokens for seq in seqs], np.intp, count)
         lens = computed + new
-        host.check_covered(seqs, rows, lens - 1)
+        host.check_covered(seqs, rows, lens - 1, (lens - 1) // host.page_size)
         pages, page_starts = self._step_pages(rows, computed, lens)
         starts = np.concatenate([self._count[:1], np.cumsum(new)])
         self._write_header(buffer, rows, starts, page_starts)

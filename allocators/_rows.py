@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 Ints: TypeAlias = "NDArray[np.int32]"
 Index: TypeAlias = "NDArray[np.intp]"  # what NumPy indexes by; any other integer is converted, which costs more
 UNCHANGED = (0, 0)
+_NONE: Index = np.empty(0, dtype=np.intp)
 
 
 class PageSource(Protocol):
@@ -55,8 +56,9 @@ class PageRows:
         self._pages = np.zeros((max_requests + 1, self.width), dtype=np.int32)
         self._flat = self._pages.reshape(-1)  # the same memory: one index a place is looked up faster than two
         self._runs: list[tuple[int, int, int]] = []  # changed: (row, first column, columns)
-        self._places: list[tuple[Index, Index]] = []  # changed: rows and columns, one page each
+        self._places: list[tuple[Index, Index, Index]] = []  # changed: rows, columns, places in `_flat`; one page each
         self._last: tuple[list[Sequence], Index] | None = None  # what `rows_of` answered last; None: rows moved
+        self._starts: tuple[Index, Index] = (_NONE, _NONE)  # rows asked for last, where they begin in `_flat`
 
     def __contains__(self, seq: Sequence) -> bool:
         return seq.request_id in self._rows
@@ -130,9 +132,10 @@ class PageRows:
         counts = self._counts[rows]
         if counts.max() >= self.width:
             self._check_width(seqs[int((counts >= self.width).argmax())], self.width + 1)
-        self._flat[rows * self.width + counts] = page_ids
+        places = self._starts_of(rows) + counts
+        self._flat[places] = page_ids
         self._counts[rows] = counts + 1
-        self._places.append((rows, counts))
+        self._places.append((rows, counts, places))
 
     def refresh(self, seq: Sequence) -> None:
         """Read the sequence's whole row again. O(pages)."""
@@ -179,12 +182,19 @@ class PageRows:
 
     def at(self, rows: Index, columns: Index) -> Ints:
         """Page ids at these places."""
-        return self._flat[rows * self.width + columns]
+        return self._flat[self._starts_of(rows) + columns]
 
-    def check_covered(self, seqs: ListLike[Sequence], rows: Index, last: Index) -> None:
-        """Raise ValueError unless each row has the page that holds its position `last`; -1: it needs none."""
+    def _starts_of(self, rows: Index) -> Index:
+        """Where rows begin in `_flat`; a decode step asks for the same array three times."""
+        if self._starts[0] is not rows:
+            self._starts = rows, rows * self.width
+        return self._starts[1]
+
+    def check_covered(self, seqs: ListLike[Sequence], rows: Index, last: Index, columns: Index) -> None:
+        """Raise ValueError unless each row has page `columns` of it, which holds its position `last`; -1: it needs
+        none."""
         counts = self._counts[rows]
-        short = last // self.page_size >= counts
+        short = columns >= counts
         if np.count_nonzero(short):
             at = int(short.argmax())
             raise ValueError(
@@ -199,12 +209,14 @@ class PageRows:
         """
         places, self._places = self._places, []
         if self._runs:
-            places.append(_places_of(np.array(self._runs, dtype=np.intp)))
+            places.append(_places_of(np.array(self._runs, dtype=np.intp), self.width))
             self._runs.clear()
         if not places:
-            return _NO_CHANGES
-        rows, columns = places[0] if len(places) == 1 else (np.concatenate(each) for each in zip(*places, strict=True))
-        return rows, columns, self.at(rows, columns)
+            return _NONE, _NONE, np.empty(0, dtype=np.int32)
+        rows, columns, flat = (
+            places[0] if len(places) == 1 else (np.concatenate(each) for each in zip(*places, strict=True))
+        )
+        return rows, columns, self._flat[flat]
 
     def check(self, seqs: Iterable[Sequence]) -> None:
         """Rebuild every row from the source and compare; `seqs` are all live sequences. Raises AllocatorError."""
@@ -235,12 +247,10 @@ class PageRows:
         self._runs.append((row, start, len(pages)))
 
 
-_NO_CHANGES = (np.empty(0, dtype=np.intp), np.empty(0, dtype=np.intp), np.empty(0, dtype=np.int32))
-
-
-def _places_of(runs: Index) -> tuple[Index, Index]:
-    """Rows and columns of runs [n, 3] of (row, first column, columns)."""
+def _places_of(runs: Index, width: int) -> tuple[Index, Index, Index]:
+    """Rows, columns and flat places of runs [n, 3] of (row, first column, columns)."""
     counts = runs[:, 2]
     rows = np.repeat(runs[:, 0], counts)
     first = np.repeat(runs[:, 1] - (np.cumsum(counts) - counts), counts)
-    return rows, first + np.arange(len(rows))
+    columns = first + np.arange(len(rows))
+    return rows, columns, rows * width + columns

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 import triton
 import triton.language as tl
-from kvarena.kernels._launch import call_key, ceil_div, check_dtype, check_runnable, fail, launch
+from kvarena.kernels._launch import Launch, ceil_div, check_dtype, check_runnable, fail
 from torch import Tensor
 
 BLOCK = 256
@@ -96,9 +96,6 @@ def _gather_kernel(
     tl.store(gathered_ptr + i_b * gathered_stride + o_c, page, mask=o_c < width)
 
 
-_keys: dict[tuple[object, ...], int] = {}
-
-
 @dataclass(frozen=True)
 class StepBuffers:
     """An adapter's device buffers; contiguous, on one device, at the same addresses for its whole life.
@@ -122,7 +119,9 @@ class StepBuffers:
     page_size: int
     expand: int
     slots_by: Literal["triton", "torch", "nobody"] = "triton"
-    _fixed: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # what every launch passes alike
+    _step: Launch = field(init=False, repr=False, compare=False)
+    _gather: Launch = field(init=False, repr=False, compare=False)
+    _fixed: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # tensors and strides of every step
 
     def __post_init__(self) -> None:
         for name, tensor in (("packed", self.packed), ("entries", self.entries)):
@@ -146,9 +145,10 @@ class StepBuffers:
             "num_warps": 4,
         }
         strides = (self.entries.stride(0), second.stride(0))
-        whole = (call_key(*tensors), strides, tuple(constants.items()))
-        key = _keys.setdefault(whole, len(_keys))  # a number, since hashing the whole costs as much as a launch
-        object.__setattr__(self, "_fixed", (tensors, strides, constants, key))
+        object.__setattr__(self, "_fixed", (tensors, strides))
+        object.__setattr__(self, "_step", Launch(_step_kernel, (1, 1, 1), (), constants))
+        gather = {"BLOCK": BLOCK, "num_warps": 4}
+        object.__setattr__(self, "_gather", Launch(_gather_kernel, (1, 1, 1), (), gather))
 
     @property
     def offsets(self) -> tuple[int, int, int, int, int]:
@@ -179,20 +179,14 @@ def apply_step(
         return
     if buffers.slots_by == "nobody":
         return
-    (packed, _, entries, second, positions, slots), strides, constants, key = buffers._fixed
+    tensors, strides = buffers._fixed
     chunks = min(max(ceil_div(longest_query, BLOCK), 1), MAX_CHUNKS)
     programs = num_requests + 1 + ceil_div(num_changes * buffers.expand, BLOCK * chunks)
     if programs == 0:
         return
-    source = packed if changes is None else changes
-    numbers = (*strides, num_requests, num_out, num_changes, changes_at)
-    launch(
-        _step_kernel,
-        (programs, chunks, 1),
-        (packed, source, entries, second, positions, slots, *numbers),
-        constants,
-        key,
-    )
+    if changes is not None:
+        tensors = (tensors[0], changes, *tensors[2:])
+    buffers._step(tensors, (programs, chunks, 1), (*strides, num_requests, num_out, num_changes, changes_at))
 
 
 def gather_rows(buffers: StepBuffers, num_requests: int, num_columns: int, num_filled: int) -> None:
@@ -214,9 +208,8 @@ def gather_rows(buffers: StepBuffers, num_requests: int, num_columns: int, num_f
     grid = (max(num_requests, num_filled), ceil_div(columns, BLOCK), 1)
     if not grid[0] or not grid[1]:
         return
-    strides = (entries.stride(0), gathered.stride(0))
-    args = (buffers.packed, entries, gathered, *strides, num_requests, num_columns)
-    launch(_gather_kernel, grid, args, {"BLOCK": BLOCK, "num_warps": 4}, buffers._fixed[3])
+    numbers = (*buffers._fixed[1], num_requests, num_columns)
+    buffers._gather((buffers.packed, entries, gathered), grid, numbers)
 
 
 def _apply_by_torch(

@@ -148,7 +148,7 @@ def test_gathered_rows_are_copies_and_rows_behind_the_batch_are_cleared(slots_by
 )
 def test_buffers_that_do_not_fit_raise(changes: dict, message: str) -> None:
     fields = dict(vars(make_buffers(4, True, WAYS[-1])))
-    fields.pop("_fixed")
+    fields = {name: value for name, value in fields.items() if not name.startswith("_")}
     with pytest.raises(ValueError, match=message):
         StepBuffers(**{**fields, **changes})
 
