@@ -50,7 +50,7 @@ def run() -> None:
         if isinstance(done.__context__, BrokenPipeError):
             raise SystemExit(141) from None
         if done.code == 130:  # Typer ends so on Ctrl-C, without a word
-            print("kvarena: interrupted; a sweep keeps its finished cells, nothing else was written", file=sys.stderr)
+            _say_interrupted(done.__context__)
         raise
     except ValueError as error:
         print(f"kvarena: {error}", file=sys.stderr)
@@ -62,9 +62,18 @@ def run() -> None:
     except OSError as error:
         print(f"kvarena: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        print("kvarena: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        _say_interrupted(stop)
         raise SystemExit(130) from None
+
+
+def _say_interrupted(error: BaseException | None) -> None:
+    """One line, with what the command said of what it kept."""
+    kept = ""
+    while error is not None and not kept:
+        kept = f"; {error}" if isinstance(error, KeyboardInterrupt) and str(error) else ""
+        error = error.__context__
+    print(f"kvarena: interrupted{kept}", file=sys.stderr)
 
 
 def _ready_streams() -> None:

@@ -19,6 +19,7 @@ from kvarena.experiments import metrics
 from kvarena.experiments.ceilings import ceilings
 from kvarena.experiments.config import SECTION_OF, Config, config_from_keywords, load_config
 from kvarena.experiments.loading import Workload, load_workloads
+from kvarena.experiments.partial import Interrupted, cell_name, keep_cells, partial_folder, refuse_other_partial
 from kvarena.experiments.pools import Cell, plan
 from kvarena.experiments.progress import ProgressBar
 from kvarena.experiments.provenance import provenance
@@ -29,14 +30,23 @@ from kvarena.experiments.specs import AllocatorEntry, allocator_entry
 from kvarena.experiments.traces.outputs import with_outputs
 
 
-@dataclass
-class _Rows:
-    """What the cells add up to."""
+@dataclass(frozen=True)
+class _Measured:
+    """The rows of one finished cell."""
 
-    requests: list[pd.DataFrame] = field(default_factory=list)
-    steps: list[pd.DataFrame] = field(default_factory=list)
-    summary: list[dict[str, Any]] = field(default_factory=list)
-    timings: list[dict[str, Any]] = field(default_factory=list)
+    cell: Cell
+    requests: pd.DataFrame
+    steps: pd.DataFrame
+    summary: dict[str, Any]
+    timings: list[dict[str, Any]]
+
+
+@dataclass
+class _Done:
+    """The finished cells, and the one that runs: what there is to keep at any moment."""
+
+    cells: list[_Measured] = field(default_factory=list)
+    flying: tuple[Cell, Replay] | None = None
 
 
 def compare(
@@ -102,22 +112,28 @@ def run(config: Config, *, source: Any = None, progress: bool = False, out: Path
     started = time.time()
     if out is not None:
         refuse_foreign(out)
+        refuse_other_partial(partial_folder(out))
     entries = config.entries()
     workloads = load_workloads(config, source)
     cells = plan(config, workloads, entries)
-    rows, samples = _Rows(), Samples(config, cells)
-    with ProgressBar(cells, progress) as bar:
-        for cell in cells:
-            lane = _run_cell(cell, config, samples, bar)
-            samples.add(cell, lane)
-            _collect(rows, cell, lane, config, _lower_edge(cell, config))
-    return _result(config, workloads, cells, rows, samples.check(), started)
+    done, samples = _Done(), Samples(config, cells)
+    try:
+        with ProgressBar(cells, progress) as bar:
+            for cell in cells:
+                _run_cell(cell, config, samples, bar, done)
+        return _result(config, workloads, cells, done, samples.check(), started)
+    except KeyboardInterrupt:
+        raise _interrupted(config, workloads, cells, done, started, out) from None
 
 
-def _run_cell(cell: Cell, config: Config, samples: Samples, bar: ProgressBar) -> Lane:
+def _run_cell(cell: Cell, config: Config, samples: Samples, bar: ProgressBar, done: _Done) -> None:
     """On an allocator of its own, gone before the next cell builds one."""
     replay = Replay(cell.entry.build(cell.budget.num_pages), config.engine, sample_steps=samples.steps(cell))
-    return replay.run(cell.workload.requests, bar.tick(cell))
+    done.flying = (cell, replay)
+    lane = replay.run(cell.workload.requests, bar.tick(cell))
+    samples.add(cell, lane)
+    done.cells.append(_measured(cell, lane, config, _lower_edge(cell, config)))
+    done.flying = None
 
 
 def _lower_edge(cell: Cell, config: Config) -> Lane | None:
@@ -135,8 +151,12 @@ def _lower_edge(cell: Cell, config: Config) -> Lane | None:
 # --- collecting ---
 
 
-def _collect(rows: _Rows, cell: Cell, lane: Lane, config: Config, lower: Lane | None) -> None:
-    keys = {"seed": cell.workload.seed, "pool_bytes": cell.pool_bytes, "allocator": cell.entry.name}
+def _keys(cell: Cell) -> dict[str, Any]:
+    return {"seed": cell.workload.seed, "pool_bytes": cell.pool_bytes, "allocator": cell.entry.name}
+
+
+def _measured(cell: Cell, lane: Lane, config: Config, lower: Lane | None) -> _Measured:
+    keys = _keys(cell)
     size, pages = cell.entry.page_size, cell.budget.num_pages
     requests = pd.DataFrame([asdict(row) for row in lane.requests])
     reuse, lengths = cell.workload.reuse, requests["num_prompt_tokens"]
@@ -145,23 +165,21 @@ def _collect(rows: _Rows, cell: Cell, lane: Lane, config: Config, lower: Lane | 
     requests["ceiling_tokens"] = ceilings(reuse, lengths, cell.entry.hit_grain, cell.entry.last_token_rule)
     if lower is not None:
         requests["hit_tokens_unreachable"] = [row.hit_tokens for row in lower.requests]
-    rows.requests.append(_keyed(keys, requests))
-    rows.steps.append(_keyed(keys, pd.DataFrame([asdict(row) for row in lane.steps])))
     token_bytes = config.pool.shape.bytes_per_token * cell.workload.tokens_per_id
-    rows.summary.append(
-        {
-            **keys,
-            "label": cell.entry.label,
-            "page_size": size,
-            "num_pages": pages,
-            "requests": len(lane.requests),
-            **_rate_ceiling(cell, requests),
-            **metrics.summarise_requests(lane.requests),
-            **({} if lower is None else _unreachable(lower)),
-            **metrics.summarise_steps(lane.steps, pages, size, token_bytes),
-        }
-    )
-    rows.timings += [{**keys, **row} for row in metrics.summarise_times(lane.nanoseconds)]
+    summary = {
+        **keys,
+        "label": cell.entry.label,
+        "page_size": size,
+        "num_pages": pages,
+        "requests": len(lane.requests),
+        **_rate_ceiling(cell, requests),
+        **metrics.summarise_requests(lane.requests),
+        **({} if lower is None else _unreachable(lower)),
+        **metrics.summarise_steps(lane.steps, pages, size, token_bytes),
+    }
+    steps = _keyed(keys, pd.DataFrame([asdict(row) for row in lane.steps]))
+    timings = [{**keys, **row} for row in metrics.summarise_times(lane.nanoseconds)]
+    return _Measured(cell, _keyed(keys, requests), steps, summary, timings)
 
 
 def _unreachable(lane: Lane) -> dict[str, float | None]:
@@ -187,28 +205,57 @@ def _result(
     config: Config,
     workloads: list[Workload],
     cells: list[Cell],
-    rows: _Rows,
+    done: _Done,
     kernel_check: dict[str, Any],
     started: float,
 ) -> Result:
     from kvarena.experiments.divergence import record_divergence
 
+    result = _tables(config, workloads, cells, done, kernel_check, started)
+    result.manifest["divergence"] = record_divergence(result, config, workloads[0], cells)
+    return result
+
+
+def _tables(
+    config: Config,
+    workloads: list[Workload],
+    cells: list[Cell],
+    done: _Done,
+    kernel_check: dict[str, Any],
+    started: float,
+) -> Result:
+    """What the finished cells add up to, at least one of them."""
     manifest = {**_manifest(config, workloads, cells), "kernel_check": kernel_check, "divergence": None}
     resolved = config.resolved()
     resolved["pool"]["pool"] = [f"{size} B" for size in manifest["pools"]]
-    result = Result(
-        resolved,
-        manifest,
-        pd.concat(rows.requests, ignore_index=True),
-        _floats(pd.concat(rows.steps, ignore_index=True)),
-        _floats(pd.DataFrame(rows.summary)),
-        pd.DataFrame(rows.timings),
-    )
-    manifest["divergence"] = record_divergence(result, config, workloads[0], cells)
     path = workloads[0].trace.path
     inputs = [path] if path is not None and path.is_file() else []
-    result.provenance = provenance([w.seed for w in workloads], inputs, started)
-    return result
+    return Result(
+        resolved,
+        manifest,
+        pd.concat([one.requests for one in done.cells], ignore_index=True),
+        _floats(pd.concat([one.steps for one in done.cells], ignore_index=True)),
+        _floats(pd.DataFrame([one.summary for one in done.cells])),
+        pd.DataFrame([row for one in done.cells for row in one.timings]),
+        provenance([w.seed for w in workloads], inputs, started),
+    )
+
+
+def _interrupted(
+    config: Config, workloads: list[Workload], cells: list[Cell], done: _Done, started: float, out: Path | None
+) -> Interrupted:
+    """Keep the finished cells, and of the one that ran the requests that had ended."""
+    finished = [one.cell for one in done.cells]
+    missing = [cell_name(_keys(cell)) for cell in cells[len(finished) :]]
+    flying = pd.DataFrame()
+    if missing and done.flying is not None and done.flying[0] is cells[len(finished)]:
+        cell, replay = done.flying
+        flying = _keyed(_keys(cell), pd.DataFrame([asdict(row) for row in replay.ended()]))
+    result = None
+    if finished:
+        result = _tables(config, workloads, finished, done, {"status": "not run", "reason": "interrupted"}, started)
+    names = [cell_name(_keys(cell)) for cell in finished]
+    return keep_cells(out, "compare", result, config.resolved(), names, missing or ["kernel check"], flying)
 
 
 def _manifest(config: Config, workloads: list[Workload], cells: list[Cell]) -> dict[str, Any]:

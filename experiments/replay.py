@@ -149,8 +149,12 @@ class Replay:
                 tick()
         for live in list(self._live.values()):
             self._end(live)
-        self.lane.requests = [self._rows[index] for index in sorted(self._rows)]
+        self.lane.requests = self.ended()
         return self.lane
+
+    def ended(self) -> list[RequestRow]:
+        """Rows of the requests that have ended, in order of arrival."""
+        return [self._rows[index] for index in sorted(self._rows)]
 
     def step(self, index: int, request: Request) -> None:
         """One arrival, see the module's head."""

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,28 +93,39 @@ class Result:
         return self.manifest["warnings"]
 
     def save(self, out: Path | str) -> Path:
-        """Write the folder with all figures and the report. Raises ValueError when `out` holds something else."""
+        """Write the folder with all figures and the report. Raises ValueError when `out` holds something else, and for
+        what `load_partial` read. When it is interrupted, the tables are kept in `out`.partial."""
+        from kvarena.experiments.partial import keep_cells
         from kvarena.experiments.report import write_figures, write_report
 
+        if "partial" in self.manifest:
+            raise ValueError(f"{out}: what an interrupted command left is no result, and is not saved as one")
         out = Path(out)
-        with finished_folder(out) as partial:
-            self._write_tables(partial)
-            write_figures(self, partial)
-            write_report(self, partial / "report.html")
-            self._write_provenance(partial)
+        try:
+            with finished_folder(out) as made:
+                self._write_tables(made)
+                write_figures(self, made)
+                write_report(self, made / "report.html")
+                self._write_provenance(made)
+        except KeyboardInterrupt:
+            kind, missing = self.manifest["kind"], ["figures and report"]
+            raise keep_cells(out, kind, self, self.config, ["tables"], missing, unit="parts") from None
         self.path = out
         return out
 
     def _write_tables(self, folder: Path) -> None:
+        _write_json(folder / MANIFEST, {"schema_version": SCHEMA_VERSION, **self.manifest})
+        self._write_frames(folder)
+        self._write_provenance(folder)
+
+    def _write_frames(self, folder: Path) -> None:
         import tomli_w
 
         (folder / "config.toml").write_text(tomli_w.dumps(self.config), encoding="utf-8")
-        _write_json(folder / MANIFEST, {"schema_version": SCHEMA_VERSION, **self.manifest})
         summary = self.summary.assign(schema_version=SCHEMA_VERSION)
         summary.to_csv(folder / "summary.csv", index=False, lineterminator="\n")
         for name in FRAMES:
             write_parquet(getattr(self, name), folder / f"{name}.parquet")
-        self._write_provenance(folder)
 
     def _write_provenance(self, folder: Path) -> None:
         """With the hash of every other file that stands in the folder by now."""
@@ -163,11 +174,20 @@ class Result:
 
 
 def load_result(path: Path | str) -> Result:
-    """Read a finished result folder. Raises ValueError naming the file that is missing or broken."""
+    """Read a finished result folder. Raises ValueError naming the file that is missing or broken, and for a folder
+    that an interrupted command left (`partial.load_partial` reads it)."""
+    from kvarena.experiments.partial import refuse_partial
+
     folder = Path(path)
+    refuse_partial(folder)
     manifest = _read_json(folder / MANIFEST)
     if manifest.pop("schema_version", None) != SCHEMA_VERSION:
         raise ValueError(f"{folder / MANIFEST}: schema_version: expected {SCHEMA_VERSION}")
+    return load_tables(folder, manifest)
+
+
+def load_tables(folder: Path, manifest: dict[str, Any]) -> Result:
+    """The tables beside a manifest. Raises ValueError naming what is missing, broken, or does not belong together."""
     provenance = _read_json(folder / "provenance.json")
     if provenance.pop("schema_version", None) != SCHEMA_VERSION:
         raise ValueError(f"{folder / 'provenance.json'}: schema_version: expected {SCHEMA_VERSION}")
@@ -260,13 +280,15 @@ class finished_folder:
     An older result of ours at `out` is replaced; anything else there is refused.
     """
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, refuse: Callable[[Path], None] | None = None) -> None:
+        """`refuse` raises ValueError when what is at `out` may not be replaced; default: `refuse_foreign`."""
         # A link stays a link: the folder that it leads to is what gets replaced.
         self.out = out.resolve()
+        self.refuse = refuse or refuse_foreign
         self.partial = self.out.with_name(f".{self.out.name}.{os.getpid()}.partial")
 
     def __enter__(self) -> Path:
-        refuse_foreign(self.out)
+        self.refuse(self.out)
         _remove_stale(self.out)
         try:
             self.partial.mkdir(parents=True)

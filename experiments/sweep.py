@@ -26,6 +26,7 @@ from typing import Any
 
 import pandas as pd
 from kvarena.experiments.config import SCHEMA_VERSION
+from kvarena.experiments.partial import Interrupted
 from kvarena.experiments.results import MANIFEST, Result, finished_folder, load_result
 from kvarena.experiments.sweep_plan import SweepCell, code_digest, load_sweep, sweep_cells
 from kvarena.experiments.sweep_workers import LocalWorkers, Outcome, RayWorkers, Workers
@@ -83,6 +84,11 @@ def sweep(
         _write_index(folder, cells)
         try:
             _carry_out(folder, cells, workers, progress)
+        except KeyboardInterrupt:
+            done = sum(_finished(folder, cell.key) for cell in cells)
+            raise Interrupted(
+                f"{done} of {len(cells)} cells are finished in {folder}; the same command goes on from there"
+            ) from None
         finally:
             _write_index(folder, cells)
             _write_table(folder, cells)
