@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvarena.experiments.config import Config
     from kvarena.experiments.pools import Cell
     from kvarena.experiments.results import Result
+    from kvarena.experiments.specs import AllocatorEntry
     from kvarena.experiments.traces.base import Request
     from matplotlib.axes import Axes
 
@@ -77,7 +78,8 @@ def bound_curve(
 
 
 def bounds(result: Result, *, source: Any = None) -> pd.DataFrame:
-    """Bounds beside every cell of a comparison, at that allocator's own page size, pool and last-token rule.
+    """Bounds beside every cell of a comparison or an engine run, at that allocator's own page size, pool and last-token
+    rule (`bounds_run.py` says what they are for a run).
 
     A row a seed, pool and allocator: token hit rates of `no_cache`, `random`, `policy` (the allocator's own),
     `clairvoyant_leaf`, `clairvoyant` and `infinite`; `regret`, clairvoyant - policy, in points; `proven`, whether
@@ -87,6 +89,10 @@ def bounds(result: Result, *, source: Any = None) -> pd.DataFrame:
     """
     from kvarena.experiments.again import cells_again
 
+    if result.manifest["kind"] == "run":
+        from kvarena.experiments.bounds_run import bounds_of_run
+
+        return bounds_of_run(result)
     config, cells = cells_again(result, source)
     proven = config.engine.live == 1 or config.engine.outputs == "none"
     rows = []
@@ -102,31 +108,43 @@ def _cell_bounds(result: Result, cell: Cell, config: Config) -> dict[str, Any]:
         table = table[table[name] == value]
     admitted = [r for r, ok in zip(cell.workload.requests, table["admitted"], strict=True) if ok]
     table = table[table["admitted"]]
-    size, replies = cell.entry.page_size, config.engine.outputs == "replay"
-    names = name_pages(admitted, size, last_token_rule=cell.entry.last_token_rule, replies=replies)
+    replies, pages = config.engine.outputs == "replay", cell.budget.num_pages
+    known, hits = table["prefix_tokens"].tolist(), int(table["hit_tokens"].sum())
+    rates = bound_rates(admitted, known, hits, cell.entry, pages, replies=replies, seed=cell.workload.seed)
+    return {**keys, "label": cell.entry.label, "page_size": cell.entry.page_size, "num_pages": pages, **rates}
+
+
+def bound_rates(
+    admitted: Sequence[Request],
+    known: Sequence[int],
+    hit_tokens: int,
+    entry: AllocatorEntry,
+    num_pages: int,
+    *,
+    replies: bool,
+    seed: int,
+) -> dict[str, Any]:
+    """The rates of one cell. `known`: per request, first tokens that a request before it had; `hit_tokens`: of all."""
+    size, rule = entry.page_size, entry.last_token_rule
+    names = name_pages(admitted, size, last_token_rule=rule, replies=replies)
 
     def rate(policy: Policy) -> float | None:
-        return replay_bound(names, cell.budget.num_pages, policy, seed=cell.workload.seed).token_rate(names)
+        return replay_bound(names, num_pages, policy, seed=seed).token_rate(names)
 
     uses = sum(names.lengths[s] for path in names.paths for s in path)
-    tokens = int(table["num_prompt_tokens"].sum())
-    policy, foresight = ratio(int(table["hit_tokens"].sum()), tokens), rate("clairvoyant")
-    rates: dict[str, Any] = {
+    lengths = [request.num_prompt_tokens for request in admitted]
+    most = sum(ceiling_tokens(p, n, size, rule) for p, n in zip(known, lengths, strict=True))
+    tokens = sum(lengths)
+    policy, foresight = ratio(hit_tokens, tokens), rate("clairvoyant")
+    return {
         "no_cache": 0.0 if tokens else None,
         "random": rate("random") if uses <= MAX_RANDOM_USES else None,
         "policy": policy,
         "clairvoyant_leaf": rate("clairvoyant_leaf"),
         "clairvoyant": foresight,
-        "infinite": _infinite(cell, table, tokens) if cell.entry.shares_prefixes else None,
+        "infinite": ratio(most, tokens) if entry.shares_prefixes else None,
         "regret": None if policy is None or foresight is None else 100 * (foresight - policy),
     }
-    return {**keys, "label": cell.entry.label, "page_size": size, "num_pages": cell.budget.num_pages, **rates}
-
-
-def _infinite(cell: Cell, table: pd.DataFrame, tokens: int) -> float | None:
-    columns = table["prefix_tokens"].tolist(), table["num_prompt_tokens"].tolist()
-    size, rule = cell.entry.page_size, cell.entry.last_token_rule
-    return ratio(sum(ceiling_tokens(p, n, size, rule) for p, n in zip(*columns, strict=True)), tokens)
 
 
 # --- figure ---

@@ -15,9 +15,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from kvarena.allocators.forwarding import ForwardingAllocator
 from kvarena.allocators.interface import (
     AllocatorError,
-    Capacity,
     Commit,
     Event,
     EventKind,
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 NOBODY = -1
 REASONS = {
     "first_seen": "no earlier request computed a text that begins so",
+    "in_progress": "in the prompt of a request admitted before, which had not computed it yet",
+    "host": "served from the host's cache, not from the device's",
     "namespace": "computed before, in another namespace only",
     "last_token": "computed before, but the last token is always computed again",
     "rounding": "computed before, but it does not fill a page",
@@ -107,6 +109,9 @@ class Ledger:
         self._texts[seq.request_id] = self.names.pages(number, self._starts)
         self.hits[number] = hit_tokens
         self.spans[number] = list(self._reasons(seq, hit_tokens))
+
+    def reserved(self, wants: Iterable[tuple[Sequence, int]]) -> None:
+        """A reservation was granted. In a replay that says nothing that the commit right behind it does not."""
 
     def write(self, seq: Sequence, num_tokens: int) -> None:
         """The KV of the first tokens of a sequence is there."""
@@ -242,16 +247,12 @@ def _position(pages: NDArray[np.int64], row: NDArray[np.int32], request_id: str)
     return at
 
 
-class WatchedAllocator(KVAllocator):
+class WatchedAllocator(ForwardingAllocator):
     """Passes everything on to `inner`, and tells `ledger` what its events say."""
 
     def __init__(self, inner: KVAllocator, ledger: Ledger) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.ledger = ledger
-        self.kind = inner.kind  # type: ignore[misc]  # the class variable of whatever is inside
-        self.page_size = inner.page_size
-        self.num_pages = inner.num_pages
-        self.events = inner.events
         self.events.enabled = True
 
     def pin(self, seq: Sequence, gate: Gate | None = None) -> Pin | None:
@@ -264,21 +265,22 @@ class WatchedAllocator(KVAllocator):
     def reserve(self, wants: Iterable[tuple[Sequence, int]]) -> list[Reservation] | None:
         asked = list(wants)
         reservations = self.inner.reserve(asked)
-        rows = {} if reservations is None else self._rows(seq for seq, _ in asked)
-        self.ledger.read(self.events.drain(), rows)
+        self._read(seq for seq, _ in asked)
+        if reservations is not None:
+            self.ledger.reserved(asked)
         return reservations
 
     def commit(self, done: Iterable[tuple[Sequence, int]]) -> list[Commit]:
         counted = list(done)
         commits = self.inner.commit(counted)
-        self.ledger.read(self.events.drain(), self._rows(seq for seq, _ in counted))
+        self._read(seq for seq, _ in counted)
         for seq, count in counted:
             self.ledger.write(seq, count)
         return commits
 
     def release(self, seqs: Iterable[Sequence], reason: Release) -> Released:
         leaving = list(seqs)
-        rows = self._rows(leaving)
+        rows = {seq.request_id: self.inner.page_ids(seq) for seq in leaving}
         released = self.inner.release(leaving, reason)
         self.ledger.read(self.events.drain(), rows)
         for seq in leaving:
@@ -290,20 +292,9 @@ class WatchedAllocator(KVAllocator):
         self.ledger.read(self.events.drain(), {})
         return evicted
 
-    def _rows(self, seqs: Iterable[Sequence]) -> dict[str, array[int]]:
-        return {seq.request_id: self.inner.page_ids(seq) for seq in seqs}
-
-    def page_ids(self, seq: Sequence) -> array[int]:
-        return self.inner.page_ids(seq)
-
-    def capacity(self) -> Capacity:
-        return self.inner.capacity()
-
-    def room(self) -> tuple[int, int]:
-        return self.inner.room()
-
-    def reset(self) -> bool:
-        return self.inner.reset()
-
-    def check(self) -> None:
-        self.inner.check()
+    def _read(self, seqs: Iterable[Sequence]) -> None:
+        """Hand the events on, with the rows of those who published: others need none."""
+        events = self.events.drain()
+        named = {event.request_id for event in events if event.kind is EventKind.PUBLISH}
+        rows = {s.request_id: self.inner.page_ids(s) for s in seqs if s.request_id in named} if named else {}
+        self.ledger.read(events, rows)

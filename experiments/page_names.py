@@ -117,12 +117,13 @@ def _text(request: Request, page_size: int, replies: bool, partial: bool) -> tup
         if request.hash_ids is None or page_size != request.grain:
             raise ValueError(f"request {request.request_id}: partial pages need hash ids of {page_size} tokens each")
         return np.ascontiguousarray(request.hash_ids, np.int32).tobytes(), ID_BYTES
-    if request.hash_ids is not None and request.token_ids is None and request.grain % page_size == 0:
+    replied = replies and request.reply_ids() is not None and request.num_output_tokens > 1
+    if request.hash_ids is not None and request.token_ids is None and request.grain % page_size == 0 and not replied:
         share = request.grain // page_size
         ids = np.add.outer(request.hash_ids.astype(np.int64) * share, np.arange(share)).reshape(-1)
         return ids[: request.num_prompt_tokens // page_size].astype(np.int32).tobytes(), ID_BYTES
     ids = np.ascontiguousarray(request.prompt_ids(), np.int32)
-    if replies and request.reply_ids() is not None and request.num_output_tokens > 1:
+    if replied:
         ids = np.concatenate([ids, np.asarray(request.reply_ids(), np.int32)[:-1]])
     return ids[: len(ids) // page_size * page_size].tobytes(), ID_BYTES * page_size
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,16 +154,29 @@ def record_again(
     requests = cell.workload.requests
     allocator = MeteredAllocator(watch(entry.build(cell.budget.num_pages), entry, requests))
     if config.engine.clock == "fixed":
-        return _fixed(config, cell, allocator, gpu), entry, requests
+        return _fixed(config, cell, allocator, gpu).run(), entry, requests
     return _simulation(config, entry, cell, allocator, gpu).run(), entry, requests
+
+
+def cells_of(resolved: dict[str, Any]) -> Iterator[tuple[AllocatorEntry, Workload, int, int]]:
+    """Every cell of a finished run from the config of its result: allocator, requests, pool bytes, pages."""
+    for table in resolved["allocators"]:
+        config = _config_again(resolved, table)
+        entry = config.entry()
+        sizing, workloads = _load(config, None)
+        for workload in workloads:
+            for size in pool_sizes(sizing, workloads, [entry]):
+                yield entry, workload, size, _budget(config, entry, workload, size).num_pages
+
+
+def _config_again(resolved: dict[str, Any], table: dict[str, Any]) -> RunConfig:
+    return RunConfig(**{k: v for k, v in resolved.items() if k not in ("allocators", "preset")}, allocator=table)
 
 
 def _cell_again(
     resolved: dict[str, Any], name: str, pool_bytes: int, seed: int
 ) -> tuple[RunConfig, AllocatorEntry, RunCell, GpuTimes]:
-    table = next(entry for entry in resolved["allocators"] if entry["name"] == name)
-    data = {key: value for key, value in resolved.items() if key not in ("allocators", "preset")}
-    config = RunConfig(**data, allocator=table)
+    config = _config_again(resolved, next(entry for entry in resolved["allocators"] if entry["name"] == name))
     entry, gpu = config.entry(), load_gpu_times(None if (path := config.engine.step_times) is None else Path(path))
     _, workloads = _load(config, None)
     workload = next(one for one in workloads if one.seed == seed)
