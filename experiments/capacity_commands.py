@@ -77,7 +77,7 @@ def capacity(
             seed=seed,
         )
         tick = None if quiet else lambda text: print(text, file=sys.stderr, flush=True)
-        result = run_study(plan, beyond=beyond, jobs=jobs, tick=tick)
+        result = run_study(plan, beyond=beyond, jobs=jobs, tick=tick, out=out)
     if on_card is not None:
         result.manifest["on_card"] = _beside(on_card)
     if out is not None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from kvarena.experiments import partial
 from kvarena.experiments.budget import format_bytes
 from kvarena.experiments.capacity import DECLARED, PANELS, PARTS, Cell, Found, beyond_sizes, measure
 from kvarena.experiments.capacity_backends import BACKENDS, page_size_for
@@ -26,6 +26,7 @@ from kvarena.experiments.capacity_sizing import Server
 from kvarena.experiments.engine.step_time import GpuTimes, load_gpu_times
 from kvarena.experiments.models import model_shape
 from kvarena.experiments.provenance import provenance
+from kvarena.experiments.sweep_workers import in_processes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -87,6 +88,7 @@ def load_capacity(path: Path | str) -> CapacityResult:
     folder = Path(path)
     if folder.suffix == ".json":
         return from_card(folder)
+    partial.refuse_partial(folder)
     try:
         manifest = json.loads((folder / "result.json").read_text(encoding="utf-8"))
         if manifest.pop("schema_version", None) != SCHEMA_VERSION or manifest.pop("kind", None) != "capacity":
@@ -130,38 +132,50 @@ def run_study(
     jobs: int = 1,
     gpu: GpuTimes | None = None,
     tick: Callable[[str], None] | None = None,
+    out: Path | None = None,
 ) -> CapacityResult:
     """Measure every cell; with `beyond`, also the bursts past capacity, in the panel of equal bytes.
 
-    jobs  processes; `tick` is told each finished cell, in words. Raises ValueError for an empty plan.
+    jobs  processes; `tick` is told each finished cell, in words
+    out   where the result will be saved: beside it the finished cells are kept when the study is interrupted
+
+    Raises ValueError for an empty plan.
     """
     if not plan:
         raise ValueError("capacity: expected at least one cell, found none")
+    if out is not None:
+        partial.refuse_other_partial(partial.partial_folder(out))
     started, times = time.time(), gpu or load_gpu_times()
     sizes = beyond_sizes(plan) if beyond else {}
     work = [(cell, tuple(sizes.get(cell.load, ())) if cell.panel == "equal" else (), times) for cell in plan]
     found: dict[int, Found] = {}
-    for number, one in _carry_out(work, jobs):
-        found[number] = one
-        if tick is not None:
-            tick(f"{one.cell.name}: predicted {one.cell.predicted}, measured {one.measured}")
+    try:
+        with closing(in_processes(_measure, work, jobs)) as measured:
+            for number, one in measured:
+                found[number] = one
+                if tick is not None:
+                    tick(f"{one.cell.name}: predicted {one.cell.predicted}, measured {one.measured}")
+    except KeyboardInterrupt:
+        raise _interrupted(plan, found, times, started, out) from None
     return collect([found[number] for number in range(len(plan))], times, started)
+
+
+def _interrupted(
+    plan: list[Cell], found: dict[int, Found], gpu: GpuTimes, started: float, out: Path | None
+) -> partial.Interrupted:
+    """Keep the finished cells."""
+    tables: dict[str, pd.DataFrame] = {}
+    if found:
+        whole = collect([found[number] for number in sorted(found)], gpu, started)
+        tables = {name: getattr(whole, name) for name in TABLES}
+    names = [cell.name for cell in plan]
+    finished = [names[number] for number in sorted(found)]
+    return partial.keep_tables(out, "capacity", tables, finished, partial.names_left(names, finished))
 
 
 def _measure(work: tuple[Cell, tuple[int, ...], GpuTimes]) -> Found:
     cell, sizes, gpu = work
     return measure(cell, beyond=sizes, gpu=gpu)
-
-
-def _carry_out(work: list[tuple[Cell, tuple[int, ...], GpuTimes]], jobs: int) -> Iterable[tuple[int, Found]]:
-    if jobs == 1:
-        for number, each in enumerate(work):
-            yield number, _measure(each)
-        return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(_measure, each): number for number, each in enumerate(work)}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
 
 
 def collect(found: list[Found], gpu: GpuTimes, started: float) -> CapacityResult:

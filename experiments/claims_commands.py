@@ -54,14 +54,25 @@ def claims(
             write_page(kept, out)
         _print(kept, len(chosen) == 1)
         return
-    found = []
-    for number, claim in enumerate(chosen, 1):
-        if not quiet:
-            print(f"claim {number} of {len(chosen)}: {claim.id}", file=sys.stderr, flush=True)
-        found.append(test_claim(claim))
-        if out is not None:  # after each: what is found stays when the next is interrupted
-            save_findings(found, out)
+    found: list[Finding] = []
+    try:
+        for number, claim in enumerate(chosen, 1):
+            if not quiet:
+                print(f"claim {number} of {len(chosen)}: {claim.id}", file=sys.stderr, flush=True)
+            found.append(test_claim(claim))
+            if out is not None:  # after each: what is found stays when the next is interrupted
+                save_findings(found, out)
+    except KeyboardInterrupt:
+        raise _interrupted(len(found), len(chosen), out) from None
     _print(found, len(found) == 1)
+
+
+def _interrupted(done: int, asked: int, out: Path | None) -> KeyboardInterrupt:
+    from kvarena.experiments.partial import Interrupted
+
+    if out is None or not done:
+        return Interrupted("nothing was kept")
+    return Interrupted(f"{done} of {asked} claims are tested, findings in {out}; give the others by name to go on")
 
 
 def _print(found: list[Finding], whole: bool) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from kvarena.experiments import partial
 from kvarena.experiments.capacity_law import Rules, capacity
 from kvarena.experiments.capacity_loads import make_load
 from kvarena.experiments.capacity_sizing import MIB, Card, Server, equal_bytes
@@ -71,27 +72,34 @@ def study(
     rounds: int = ROUNDS,
     load: str = "chat",
     tick: Callable[[], None] | None = None,
+    out: Path | None = None,
 ) -> Study:
-    """Measure every page size for both designs. `tick` is called once a cell. Raises ValueError for unknown names."""
+    """Measure every page size for both designs.
+
+    tick  is called once a cell
+    out   where the study will be saved: beside it the finished workloads are kept when it is interrupted
+
+    Raises ValueError for unknown names.
+    """
+    workloads = list(workloads)
+    if out is not None:
+        partial.refuse_other_partial(partial.partial_folder(out))
     fits = {(kind, size): concurrency(kind, size, model, load) for kind in KINDS for size in pages}
     rows: list[dict[str, Any]] = []
     outputs: dict[str, str] = {}
-    for workload in workloads:
-        config = config_from_keywords(
-            {
-                "trace": workload,
-                "allocators": [{"kind": kind, "page_size": size} for kind in KINDS for size in pages],
-                "pool": pool,
-                "live": live,
-                "outputs": "replay",
-                "model": model,
-                "requests": requests,
-                "options": WORKLOADS.get(workload, {}),
-                "kernel_batches": 0,
-            }
-        )
-        made, outputs[workload] = _rows(config, workload, fits, model, rounds, tick)
-        rows += made
+    fixed = {"pool": pool, "live": live, "outputs": "replay", "model": model, "requests": requests, "kernel_batches": 0}
+    allocators = [{"kind": kind, "page_size": size} for kind in KINDS for size in pages]
+    try:
+        for workload in workloads:
+            options = WORKLOADS.get(workload, {})
+            config = config_from_keywords({**fixed, "trace": workload, "allocators": allocators, "options": options})
+            made, outputs[workload] = _rows(config, workload, fits, model, rounds, tick)
+            rows += made
+    except KeyboardInterrupt:
+        done = list(dict.fromkeys(row["workload"] for row in rows))
+        tables = {"pagesize": pd.DataFrame(rows, columns=list(COLUMNS))}
+        missing = partial.names_left(workloads, done)
+        raise partial.keep_tables(out, "pagesize", tables, done, missing, "workloads") from None
     about = {"pool": pool, "live": live, "model": model, "load": load, "rounds": rounds, "pages": list(pages)}
     about["outputs"] = outputs
     return Study(pd.DataFrame(rows, columns=list(COLUMNS)), about)
@@ -262,6 +270,7 @@ def refuse_other(folder: Path) -> None:
 
 def load(folder: Path) -> Study:
     """Read a saved study. Raises ValueError naming the folder."""
+    partial.refuse_partial(folder)
     try:
         about = json.loads((folder / "pagesize.json").read_text(encoding="utf-8"))
         rows = pd.read_csv(folder / "pagesize.csv")

@@ -72,6 +72,24 @@ def keep(
     return Interrupted(f"kept {extent(data)} in {folder}, named partial; the same command starts anew")
 
 
+def keep_tables(
+    out: Path | None,
+    kind: str,
+    tables: Mapping[str, pd.DataFrame],
+    finished: Sequence[str],
+    missing: Sequence[str],
+    unit: str = "cells",
+) -> Interrupted:
+    """The same for tables, NAME.csv each; an empty one is left out."""
+
+    def write(folder: Path) -> None:
+        for name, table in tables.items():
+            if len(table):
+                table.to_csv(folder / f"{name}.csv", index=False, lineterminator="\n")
+
+    return keep(out, kind, write, finished=finished, missing=missing, unit=unit)
+
+
 def keep_cells(
     out: Path | None,
     kind: str,
@@ -202,13 +220,6 @@ def refuse_other_partial(folder: Path) -> None:
         raise ValueError(
             f"{folder}: is where an interrupted run would be kept, and holds other files ({foreign[0]}); move it away"
         )
-
-
-def write_tables(folder: Path, tables: dict[str, pd.DataFrame]) -> None:
-    """NAME.csv each; an empty table is left out."""
-    for name, table in tables.items():
-        if len(table):
-            table.to_csv(folder / f"{name}.csv", index=False, lineterminator="\n")
 
 
 def names_left(every: Iterable[str], finished: Iterable[str]) -> list[str]:

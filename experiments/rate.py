@@ -20,15 +20,14 @@ from __future__ import annotations
 import json
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
-from kvarena.experiments import metrics
+from kvarena.experiments import metrics, partial
 from kvarena.experiments.config import toml_value
 from kvarena.experiments.engine.latency import PERCENTILES
 from kvarena.experiments.engine.run import run_engine
@@ -37,6 +36,7 @@ from kvarena.experiments.engine.step_time import Compute, compute_of
 from kvarena.experiments.models import ModelShape
 from kvarena.experiments.provenance import provenance
 from kvarena.experiments.results import Result
+from kvarena.experiments.sweep_workers import in_processes
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 SCHEMA_VERSION = 1
@@ -115,6 +115,7 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
 def load_rate(path: Path | str) -> RateResult:
     """Read a finished study. Raises ValueError naming what is missing or broken."""
     folder = Path(path)
+    partial.refuse_partial(folder)
     try:
         manifest = json.loads((folder / "result.json").read_text(encoding="utf-8"))
         if manifest.pop("schema_version", None) != SCHEMA_VERSION or manifest.pop("kind", None) != "rate":
@@ -181,49 +182,87 @@ def apply_run_sets(given: dict[str, Any], sets: list[str]) -> dict[str, Any]:
 # --- running ---
 
 
-def run_rate(plan: RatePlan, *, jobs: int = 1, tick: Callable[[str], None] | None = None) -> RateResult:
-    """The whole study. `jobs` processes; `tick` is told each finished run."""
+@dataclass
+class _Sofar:
+    """Rows of what has been run."""
+
+    rates: list[dict[str, Any]] = field(default_factory=list)
+    hits: list[dict[str, Any]] = field(default_factory=list)
+
+    def keep(self, plan: RatePlan, out: Path | None) -> partial.Interrupted:
+        """What to raise when the study is interrupted, its rows kept."""
+        done = dict.fromkeys(f"share {row['share']:g}" for row in self.rates)
+        done |= dict.fromkeys(f"hit rate {row['target']:g}" for row in self.hits)
+        every = [f"share {share:g}" for share in plan.rate.shares]
+        every += [f"hit rate {target:g}" for target in plan.rate.hit_rates]
+        tables = {"rates": pd.DataFrame(self.rates), "hits": pd.DataFrame(self.hits)}
+        missing = partial.names_left(every, done)
+        return partial.keep_tables(out, "rate", tables, list(done), missing, "rates")
+
+
+def run_rate(
+    plan: RatePlan, *, jobs: int = 1, tick: Callable[[str], None] | None = None, out: Path | None = None
+) -> RateResult:
+    """The whole study. `jobs` processes; `tick` is told each finished run; `out` is where the result will be saved:
+    beside it the rows are kept when the study is interrupted."""
+    if out is not None:
+        partial.refuse_other_partial(partial.partial_folder(out))
+    sofar = _Sofar()
+    try:
+        return _run_rate(plan, jobs, tick, sofar)
+    except KeyboardInterrupt:
+        raise sofar.keep(plan, out) from None
+
+
+def _run_rate(plan: RatePlan, jobs: int, tick: Callable[[str], None] | None, sofar: _Sofar) -> RateResult:
     started = time.time()
-    backlog = _many(plan, [[f"speed={BACKLOG_SPEED}"]], jobs, tick)[0]
+    backlog = _one(plan, [f"speed={BACKLOG_SPEED}"], jobs, tick)
     names = list(backlog)
     saturation = {name: float(one.summary["requests_per_s"].mean()) for name, one in backlog.items()}
-    first = backlog[names[0]]
-    natural = _natural_rate(first)
-    rows = []
+    natural = _natural_rate(backlog[names[0]])
     work = [(share, share * saturation[names[0]]) for share in plan.rate.shares]
     sets = [[f"speed={rate / natural!r}"] for _, rate in work]
-    for (share, rate), found in zip(work, _many(plan, sets, jobs, tick), strict=True):
-        rows += [rate_row(name, share, rate, one) for name, one in found.items()]
-    rates = pd.DataFrame(rows)
-    hits = hit_rows(plan, jobs, tick)
+    with closing(_many(plan, sets, jobs, tick)) as runs:
+        for (share, rate), found in zip(work, runs, strict=True):
+            sofar.rates += [rate_row(name, share, rate, one) for name, one in found.items()]
+    rates = pd.DataFrame(sofar.rates)
+    hits = hit_rows(plan, jobs, tick, sofar.hits)
     manifest = _manifest(plan, backlog, saturation, rates)
     return RateResult(
         rates, hits, manifest, provenance(plan.config(plan.allocators[0]).workload.seed_list, [], started)
     )
 
 
+def _one(plan: RatePlan, sets: list[str], jobs: int, tick: Callable[[str], None] | None) -> dict[str, Result]:
+    with closing(_many(plan, [sets], jobs, tick)) as runs:
+        return next(runs)
+
+
 def _many(
     plan: RatePlan, sets: list[list[str]], jobs: int, tick: Callable[[str], None] | None
-) -> list[dict[str, Result]]:
-    """For each list of `--set` pairs the result of every allocator."""
+) -> Generator[dict[str, Result], None, None]:
+    """For each list of `--set` pairs the result of every allocator. Closing it ends its processes."""
     configs = [plan.config(allocator, each) for each in sets for allocator in plan.allocators]
-    results = []
-    for config, result in zip(configs, _carry_out(configs, jobs), strict=True):
-        results.append(result)
-        if tick is not None:
-            tick(f"{config.entry().name} at speed {config.engine.speed:g}")
-    width = len(plan.allocators)
-    return [
-        {one.allocators[0]: one for one in results[start : start + width]} for start in range(0, len(results), width)
-    ]
+    together: dict[str, Result] = {}
+    with closing(_in_order(configs, jobs)) as results:
+        for config, result in zip(configs, results, strict=True):
+            together[result.allocators[0]] = result
+            if tick is not None:
+                tick(f"{config.entry().name} at speed {config.engine.speed:g}")
+            if len(together) == len(plan.allocators):
+                yield together
+                together = {}
 
 
-def _carry_out(configs: list[RunConfig], jobs: int) -> Iterable[Result]:
-    if jobs == 1:
-        yield from map(run_engine, configs)
-        return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(run_engine, configs)
+def _in_order(configs: list[RunConfig], jobs: int) -> Generator[Result, None, None]:
+    early: dict[int, Result] = {}
+    due = 0
+    with closing(in_processes(run_engine, configs, jobs)) as results:
+        for place, result in results:
+            early[place] = result
+            while due in early:
+                yield early.pop(due)
+                due += 1
 
 
 def _natural_rate(result: Result) -> float:
@@ -290,34 +329,39 @@ def prompt_flops(prompt: int, hit: int, shape: ModelShape, compute: Compute) -> 
 # --- what a hit is worth ---
 
 
-def hit_rows(plan: RatePlan, jobs: int, tick: Callable[[str], None] | None) -> pd.DataFrame:
-    """A row a hit rate and allocator: gain in throughput over the same requests without a cache, and Amdahl's."""
+def hit_rows(
+    plan: RatePlan, jobs: int, tick: Callable[[str], None] | None, rows: list[dict[str, Any]] | None = None
+) -> pd.DataFrame:
+    """A row a hit rate and allocator: gain in throughput over the same requests without a cache, and Amdahl's.
+
+    rows  list that takes them as they come
+    """
     if not plan.rate.hit_rates:
         return pd.DataFrame(columns=["allocator", "token_hit_rate", "gain", "amdahl"])
-    rows = []
+    rows = [] if rows is None else rows
     plain = {"kind": "block", "page_size": 16, "prefix_cache": False, "name": "no cache"}
     for target in plan.rate.hit_rates:
         options = {**plan.rate.hit_options, "token_hit_rate": target, "page_size": 16}
         base = {**plan.base, "workload": {"trace": "hit_rate", "options": options}}
         engine = {**base["engine"], "sessions": "open", "speed": BACKLOG_SPEED}
         mine = RatePlan({**base, "engine": engine}, (plain, *plan.allocators), plan.rate)
-        without, *others = _many(mine, [[]], jobs, tick)[0].values()
-        base_row = without.summary.iloc[0]
-        for one in others:
-            row = one.summary.iloc[0]
-            hit = float(row["token_hit_rate"])
-            rows.append(
-                {
-                    "allocator": one.allocators[0],
-                    "target": target,
-                    "token_hit_rate": hit,
-                    "gain": float(row["requests_per_s"]) / float(base_row["requests_per_s"]),
-                    "prefill_share": float(base_row["prefill_share"]),
-                    "amdahl": 1 / (1 - float(base_row["prefill_share"]) * hit),
-                    **prefill_flops(one),
-                }
-            )
+        without, *others = _one(mine, [], jobs, tick).values()
+        rows += [_hit_row(one, without, target) for one in others]
     return pd.DataFrame(rows)
+
+
+def _hit_row(one: Result, without: Result, target: float) -> dict[str, Any]:
+    row, base_row = one.summary.iloc[0], without.summary.iloc[0]
+    hit = float(row["token_hit_rate"])
+    return {
+        "allocator": one.allocators[0],
+        "target": target,
+        "token_hit_rate": hit,
+        "gain": float(row["requests_per_s"]) / float(base_row["requests_per_s"]),
+        "prefill_share": float(base_row["prefill_share"]),
+        "amdahl": 1 / (1 - float(base_row["prefill_share"]) * hit),
+        **prefill_flops(one),
+    }
 
 
 # --- the knee ---

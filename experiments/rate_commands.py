@@ -43,7 +43,7 @@ def rate(
         result = load_rate(saved)
     else:
         tick = None if quiet else lambda text: print(text, file=sys.stderr, flush=True)
-        result = run_rate(load_rate_plan(config, set_ or []), jobs=jobs, tick=tick)  # type: ignore[arg-type]
+        result = run_rate(load_rate_plan(config, set_ or []), jobs=jobs, tick=tick, out=out)  # type: ignore[arg-type]
     if out is not None:
         result.save(out)
         print(f"result in {out}", file=sys.stderr)

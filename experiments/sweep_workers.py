@@ -15,16 +15,17 @@ import tempfile
 import threading
 import traceback
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from kvarena.experiments.sweep_plan import SweepCell, code_digest
 
+T, R = TypeVar("T"), TypeVar("R")
 RETRIES = 3  # of a cell whose Ray node or process died
 
 
@@ -109,7 +110,7 @@ class LocalWorkers:
         """Empties `waiting`; returns the cells that ran when the pool broke, if it did."""
         flying: dict[Future[Outcome], SweepCell] = {}
         count = min(jobs or self.jobs, len(waiting))
-        with _pool(count) as pool:
+        with worker_pool(count) as pool:
             try:
                 while waiting or flying:
                     while waiting and len(flying) < count:
@@ -124,7 +125,7 @@ class LocalWorkers:
 
 
 @contextlib.contextmanager
-def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
+def worker_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
     """A pool whose processes die at once when the block is left by an exception, or when this process ends."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
@@ -136,6 +137,24 @@ def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
         ours.close()
         pool.shutdown(wait=False, cancel_futures=True)
         theirs.close()
+
+
+def in_processes(work: Callable[[T], R], items: Sequence[T], jobs: int) -> Generator[tuple[int, R], None, None]:
+    """(place, result) of each item as it ends, on `jobs` processes; in this one when that is 1. Closing the generator
+    ends them. No more items are handed out than run: one that waits in the pool cannot be taken back in peace."""
+    if jobs == 1:
+        for place, item in enumerate(items):
+            yield place, work(item)
+        return
+    waiting = deque(enumerate(items))
+    flying: dict[Future[R], int] = {}
+    with worker_pool(jobs) as pool:
+        while waiting or flying:
+            while waiting and len(flying) < jobs:
+                place, item = waiting.popleft()
+                flying[pool.submit(work, item)] = place
+            for future in wait(flying, return_when=FIRST_COMPLETED).done:
+                yield flying.pop(future), future.result()
 
 
 def _tie(line: Connection) -> None:
