@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 config_app = typer.Typer(help="Make, show and compare configs.", no_args_is_help=True)
 
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any config field; repeatable.")]
+Force = Annotated[bool, typer.Option("--force", help="Also over figures of other results, and other files.")]
 
 COMPARE_EXAMPLES = """Examples:\n
 kvarena compare chat --out out/chat\n
@@ -95,13 +96,14 @@ def allocator_specs(texts: list[str]) -> tuple[dict[str, Any], ...]:
 def plot(
     results: Annotated[list[Path], typer.Argument(help="Finished result folders.", metavar="RESULT...")],
     out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("figures"),
+    force: Force = False,
 ) -> None:
     """Draw finished results, several laid over each other; refuses results that differ in more than the allocators."""
     from kvarena.experiments.report import plot_folder
     from kvarena.experiments.results import load_result, merge_results
 
     merged = merge_results(load_result(path) for path in results)
-    for path in plot_folder(merged, out):
+    for path in plot_folder(merged, out, force):
         print(path)
 
 

@@ -20,10 +20,10 @@ def demo(figure: Path) -> Result:
 
     The kernels are left out: the demo does not need torch.
     """
+    from kvarena.experiments.outputs import check_figure
     from kvarena.experiments.report import write_one_figure
 
-    if figure.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"figure: expected a .png, .pdf or .svg file, found {figure}")
+    check_figure(figure)
     result = compare("chat", pool=POOL, live=8, outputs="replay", options=OPTIONS, kernel_batches=0)
     result.manifest["kernel_check"]["reason"] = "the demo leaves the kernels out (kvarena compare runs them)"
     write_one_figure(result, "hit_rate", figure)

@@ -31,13 +31,13 @@ def diagram(
 ) -> None:
     """Draw the states of pages with every transition counted, or one request through each design, as Mermaid text."""
     from kvarena.experiments.commands import allocator_specs
+    from kvarena.experiments.outputs import check_file, whole
     from kvarena.experiments.page_states import request_diagram, state_diagram, watch
     from kvarena.experiments.specs import allocator_entries
 
     if what not in ("states", "request"):
         raise ValueError(f"diagram: expected states or request, found {what!r}")
-    if out is not None and out.suffix != ".md":
-        raise ValueError(f"--out: expected a file .md, found {out}")
+    check_file(out, "--out", (".md",), ("```mermaid",))
     parts = []
     for entry in allocator_entries(allocator_specs(allocator or ["block:page_size=4", "token"])):
         pool = entry.build(PAGES)
@@ -47,9 +47,6 @@ def diagram(
     if out is None:
         print(page, end="")
         return
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{out}: cannot be written ({error.strerror})") from None
+    with whole(out) as partial:
+        partial.write_text(page, encoding="utf-8")
     print(out, file=sys.stderr)

@@ -22,10 +22,10 @@ def forks(
 ) -> None:
     """Say how much memory parallel samples and beams save by sharing pages, beside the published figures."""
     from kvarena.experiments.forking import Model, frame, savings_table, study
+    from kvarena.experiments.outputs import check_table
     from kvarena.experiments.study import write_table
 
-    if out is not None and out.suffix not in (".csv", ".parquet"):
-        raise ValueError(f"--out: expected a file .csv or .parquet, found {out}")
+    check_table(out, ("lengths", "method", "width", "published_low", "published_high"))
     rows = study(requests=requests, seed=seed, model=Model(scale))
     if out is not None:
         write_table(frame(rows), out)

@@ -48,7 +48,9 @@ def aged(
 ) -> None:
     """Say in how long runs the slots of live requests lie after hours of churn; without --hours, as shipped."""
     from kvarena.experiments import aged as of
+    from kvarena.experiments.outputs import check_figure
 
+    check_figure(figure)
     if hours is None:
         if out is not None or seed:
             raise ValueError("aged: --out and --seed age pools anew and need --hours")
@@ -79,15 +81,14 @@ def timeline(
 ) -> None:
     """Replay one cell of a result and show it step by step: a trace for Perfetto, and a map of the pool."""
     from kvarena.experiments.budget import parse_bytes
+    from kvarena.experiments.outputs import check_figure, check_file, save_one
     from kvarena.experiments.pool_map import draw_pool_map
     from kvarena.experiments.timeline import summary_lines
     from kvarena.experiments.timeline import timeline as of
     from kvarena.experiments.timeline_export import write_trace_events
 
-    if out is not None and out.suffixes[-1:] not in ([".json"], [".gz"]):
-        raise ValueError(f"--out: expected a file .json or .json.gz, found {out}")
-    if figure is not None:
-        _check_kind(figure)
+    check_file(out, "--out", (".json", ".json.gz"), ('"displayTimeUnit"', '"evictions_by_reason"'))
+    check_figure(figure)
     size = None if pool is None else parse_bytes(f"{pool} B" if pool.isdigit() else pool)
     made = of(result, allocator=allocator, pool=size, seed=seed)
     if out is not None:
@@ -112,9 +113,9 @@ def pagesize(
     """Put the page size on one axis, 1 to 256: hits, waste, concurrency, kernel and host time of both designs."""
     from kvarena.experiments import one_axis as of
     from kvarena.experiments.one_axis_plots import draw_axis
+    from kvarena.experiments.outputs import check_figure, save_one
 
-    if figure is not None:
-        _check_kind(figure)
+    check_figure(figure)
     if saved is not None:
         if out is not None or requests is not None:
             raise ValueError("pagesize: --saved measures nothing; --out and --requests are for a new study")
@@ -144,12 +145,11 @@ def laws(
     """Predict rounding, tails, tables, gains and break-even in closed form, then run both designs and compare."""
     from kvarena.experiments import laws as of
     from kvarena.experiments.laws_plots import draw_laws
+    from kvarena.experiments.outputs import check_figure, check_table, save_one
     from kvarena.experiments.study import write_table
 
-    if out is not None and out.suffix not in (".csv", ".parquet"):
-        raise ValueError(f"--out: expected a file .csv or .parquet, found {out}")
-    if figure is not None:
-        _check_kind(figure)
+    check_table(out, ("law", "predicted", "measured", "tolerance", "holds"))
+    check_figure(figure)
     found = of.laws(workload, requests=requests)
     if out is not None:
         write_table(of.laws_frame(found), out)
@@ -158,30 +158,11 @@ def laws(
     print_rich(of.laws_table(found))
 
 
-def _check_kind(path: Path) -> None:
-    from kvarena.experiments.style import FORMATS
-
-    if path.suffix.removeprefix(".") not in FORMATS:
-        raise ValueError(f"--figure: expected a file {', '.join('.' + name for name in FORMATS)}, found {path}")
-
-
 def _draw(path: Path, table: Any, layouts: Any) -> None:
     from kvarena.experiments.aged_plots import draw_aged
+    from kvarena.experiments.outputs import save_one
 
     save_one(draw_aged(table, layouts, "chat workload, replies of 400 tokens in the median; simulated clock"), path)
-
-
-def save_one(figure: Any, path: Path) -> None:
-    """Write one figure and close it. Raises ValueError for another kind of file."""
-    import matplotlib.pyplot as plt
-    from kvarena.experiments.style import save_figure
-
-    _check_kind(path)
-    try:
-        save_figure(figure, path.with_suffix(""), (path.suffix.removeprefix("."),))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
-    plt.close(figure)
 
 
 class _Ticks:

@@ -1,5 +1,6 @@
 """The attribution ladder: what each field in which two designs differ does to hits, concurrency, preemptions, time.
 
+    OUT/config.toml        what was asked for, resolved: a config of `kvarena ladder`
     OUT/ladder.json        ends, rungs, what is not observable and why, pools, checks
     OUT/attribution.csv    a row a pool, metric and rung: exact Shapley share, whole tokens, and its range
     OUT/interactions.csv   a row a pool, metric and pair of rungs
@@ -25,7 +26,15 @@ from typing import Any
 import pandas as pd
 from kvarena.allocators.interface import AllocatorError
 from kvarena.experiments.config import SCHEMA_VERSION, ConfigError, apply_sets, config_from_mapping
-from kvarena.experiments.ladder_plan import LOWER_FAST, UPPER_FAST, UPPER_WHOLE, LadderPlan, plan_ladder
+from kvarena.experiments.ladder_plan import (
+    LOWER_FAST,
+    MANIFEST,
+    UPPER_FAST,
+    UPPER_WHOLE,
+    LadderPlan,
+    begin_ladder,
+    plan_ladder,
+)
 from kvarena.experiments.loading import Workload, load_workloads
 from kvarena.experiments.pools import plan as plan_pools
 from kvarena.experiments.pools import pool_sizes
@@ -35,7 +44,6 @@ from kvarena.experiments.specs import allocator_entry, display_label
 from kvarena.experiments.sweep import SweepResult, sweep, write_whole
 from kvarena.experiments.sweep_plan import kind_of
 
-MANIFEST = "ladder.json"
 DEFAULT_POOL = "30 %"
 # metric -> (unit, whether shares are apportioned in whole units)
 METRICS: dict[str, tuple[str, bool]] = {
@@ -124,14 +132,13 @@ def ladder(
 
     groups, extra  see `plan_ladder`; jobs, ray as in `sweep`
 
-    Raises ValueError for a wrong config or a failed cell, AllocatorError where a fast form decides otherwise than the
-    general one.
+    Raises ValueError for a wrong config, a failed cell, or a ladder with other options in `out`; AllocatorError where a
+    fast form decides otherwise than the general one.
     """
     started, folder = time.time(), Path(out)
     resolved, workloads = _resolve(base, sets, lower, upper)
     plan = plan_ladder(resolved, workloads[0].trace.visible, lower=lower, upper=upper, groups=groups, extra=extra)
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "sweep").is_dir():
-        raise ValueError(f"{folder}: holds other files; give a new folder, or that of an earlier ladder")
+    config = begin_ladder(folder, resolved, plan, groups, extra or {})
     cells = {cell.key: cell for cell in (*plan.cells, *plan.ends.values())}
     done = sweep(list(cells.values()), folder / "sweep", jobs=jobs, ray=ray, progress=progress)
     if done.failures:
@@ -141,7 +148,7 @@ def ladder(
     path = workloads[0].trace.path
     inputs = [path] if path is not None and path.is_file() else []
     made.provenance = provenance([workload.seed for workload in workloads], inputs, started)
-    save(made, folder, resolved)
+    save(made, folder, config)
     return made
 
 

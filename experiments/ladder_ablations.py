@@ -28,8 +28,10 @@ from kvarena.allocators.interface import Commit, Reservation, Sequence
 from kvarena.experiments import metrics
 from kvarena.experiments.config import SCHEMA_VERSION, Config, apply_sets, config_from_mapping
 from kvarena.experiments.loading import load_workloads
+from kvarena.experiments.outputs import refuse_other_options
 from kvarena.experiments.pools import Cell, plan
 from kvarena.experiments.replay import Replay
+from kvarena.experiments.results import refuse_others
 from kvarena.experiments.sweep import write_whole
 
 MANIFEST = "ablations.json"
@@ -94,10 +96,12 @@ def ablations(
 ) -> Ablations:
     """Run every design of DESIGNS over a config of `kvarena compare`, time the queues, and write the folder `out`.
 
-    `tick` is told of each cell. Raises ValueError for a wrong config.
+    `tick` is told of each cell. Raises ValueError for a wrong config, and when `out` holds other files, or ablations
+    with other options.
     """
     specs = [_spec(name) for name in DESIGNS]
     config = config_from_mapping(apply_sets({**base, "allocators": specs}, sets))
+    _refuse_other(Path(out), config)
     workloads = load_workloads(config)
     rows = []
     for cell in plan(config, workloads, config.entries()):
@@ -195,12 +199,17 @@ class _Plain:
 # --- the folder ---
 
 
+def _refuse_other(folder: Path, config: Config) -> None:
+    refuse_others(folder, (folder / "ablations.csv").is_file(), "earlier ablations")
+    if (folder / MANIFEST).is_file():
+        refuse_other_options(folder, "ablations", load_ablations(folder).manifest["config"], config.resolved())
+
+
 def save(made: Ablations, folder: Path) -> None:
     """Write tables and figure, each whole or not at all; the manifest last. Raises ValueError for a foreign folder."""
     from kvarena.experiments.ladder_plots import write_ablations
 
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "ablations.csv").is_file():
-        raise ValueError(f"{folder}: holds other files; give a new folder, or that of earlier ablations")
+    refuse_others(folder, (folder / "ablations.csv").is_file(), "earlier ablations")
     write_whole(folder / "ablations.csv", made.table.to_csv(index=False, lineterminator="\n"))
     write_whole(folder / "removal.csv", made.removal.to_csv(index=False, lineterminator="\n"))
     write_ablations(made, folder / "figures")

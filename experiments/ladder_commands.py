@@ -20,6 +20,7 @@ ABLATION_EXAMPLES = """Examples:\n
 kvarena ablations chat --set live=8 --set outputs=replay --out out/ablations\n
 kvarena ablations my.toml --pool '10 %' --pool '40 %' --out out/ablations"""
 COLUMNS = 150
+Force = Annotated[bool, typer.Option("--force", help="With --show: also over figures of others, and other files.")]
 
 
 def add_ladder_command(app: typer.Typer) -> None:
@@ -52,6 +53,7 @@ def ladder(
     show: Annotated[
         Path | None, typer.Option(help="Print a finished ladder instead; with --out, draw its figures there.")
     ] = None,
+    force: Force = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """Walk from one design to another and say what each field does: all subsets, exact shares, interactions."""
@@ -62,7 +64,7 @@ def ladder(
     if show is not None:
         finished = load_ladder(show)
         if out is not None:
-            write_figures(finished, out)
+            write_figures(finished, out, force)
         print_rich(finished, piped_columns=COLUMNS)
         return
     if what is None or out is None:
@@ -98,6 +100,7 @@ def ablations(
     show: Annotated[
         Path | None, typer.Option(help="Print finished ablations instead; with --out, draw their figure there.")
     ] = None,
+    force: Force = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """With and without the rules for which reasons are usually given: what they do to hits, tables and time."""
@@ -110,7 +113,7 @@ def ablations(
     if show is not None:
         made = load_ablations(show)
         if out is not None:
-            write_ablations(made, out)
+            write_ablations(made, out, force)
         print_rich(*ablation_tables(made), piped_columns=COLUMNS)
         return
     if what is None or out is None:

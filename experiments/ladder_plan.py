@@ -12,18 +12,26 @@ is not 0. With at most MAX_RUNGS rungs all 2^n subsets run.
 
 from __future__ import annotations
 
+import json
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvarena.allocators.config import Design
 from kvarena.experiments.config import SECTION_OF
+from kvarena.experiments.outputs import refuse_other_options
+from kvarena.experiments.results import refuse_others
 from kvarena.experiments.specs import AllocatorEntry, allocator_entry
+from kvarena.experiments.sweep import write_whole
 from kvarena.experiments.sweep_plan import Kind, SweepCell, kind_of, sweep_cells
 
 if TYPE_CHECKING:
     from kvarena.experiments.traces.base import Visible
 
+MANIFEST = "ladder.json"
+CONFIG = "config.toml"
 MAX_RUNGS = 8
 NAME = "ladder"  # of every cell's allocator: cells with equal rules are one cell
 REST = "rest"
@@ -114,6 +122,41 @@ def plan_ladder(
     cells = [_cell(kind, base, bottom, rungs, mask) for mask in range(1 << len(rungs))]
     checks = _end_cells(kind, base, bottom, {**_fields(ends[1]), **page}, rungs, held)
     return LadderPlan(kind, ends[0], ends[1], tuple(rungs), held, tuple(cells), checks)
+
+
+def begin_ladder(
+    folder: Path, resolved: Mapping[str, Any], plan: LadderPlan, groups: Sequence[str], extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write `config.toml` into the folder of a ladder that begins or goes on, and return it: the resolved config with a
+    table [ladder], so that `kvarena ladder FOLDER/config.toml` is the same ladder.
+
+    Raises ValueError when the folder holds other files, or a ladder with other options.
+    """
+    import tomli_w
+
+    asked = {"from": plan.lower.as_toml(), "to": plan.upper.as_toml(), "fields": list(groups)}
+    asked["rungs"] = {name: list(ends) for name, ends in extra.items()}
+    config = {**resolved, "ladder": asked}
+    earlier = _earlier(folder)
+    if earlier is None:
+        refuse_others(folder, False, "an earlier ladder")
+    elif "ladder" in earlier:
+        refuse_other_options(folder, "a ladder", earlier, tomllib.loads(tomli_w.dumps(config)))
+    else:  # of an earlier version, which kept the rungs only
+        rungs = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["rungs"]
+        now = {**resolved, "rungs": {rung.name: {k: list(v) for k, v in rung.fields.items()} for rung in plan.rungs}}
+        refuse_other_options(folder, "a ladder", {**earlier, "rungs": rungs}, now)
+    write_whole(folder / CONFIG, tomli_w.dumps(config))
+    return config
+
+
+def _earlier(folder: Path) -> dict[str, Any] | None:
+    """The config of the ladder in a folder; None when there is none."""
+    try:
+        found = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if "ladder" in found or (folder / MANIFEST).is_file() else None
 
 
 def _fields(entry: AllocatorEntry) -> dict[str, Any]:

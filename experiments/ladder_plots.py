@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvarena.experiments.budget import format_bytes
 from kvarena.experiments.ladder import METRICS, Ladder
+from kvarena.experiments.outputs import refuse_other_figures, source_of
 from kvarena.experiments.style import STYLE, add_footer, printable, save_figure
 
 if TYPE_CHECKING:
@@ -143,18 +144,24 @@ def footer(made: Ladder) -> str:
     )
 
 
-def write_figures(made: Ladder, folder: Path) -> list[Path]:
-    """Waterfall and interactions as PDF, SVG and PNG; the same ladder gives the same bytes."""
+def write_figures(made: Ladder, folder: Path, force: bool = True) -> list[Path]:
+    """Waterfall and interactions as PDF, SVG and PNG; the same ladder gives the same bytes.
+
+    Raises ValueError when other figures are there, unless `force`.
+    """
     import matplotlib as mpl
     import matplotlib.pyplot as plt
 
+    source = source_of("ladder", made.manifest["config"], made.manifest["ends"], made.manifest["rungs"])
+    if not force:
+        refuse_other_figures(folder, ("waterfall", "interactions"), source)
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     with mpl.rc_context(STYLE):
         for name, plot in (("waterfall", plot_waterfall), ("interactions", plot_interactions)):
             figure: Any = plot(made).get_figure()
             put_footer(figure, footer(made))
-            paths += save_figure(figure, folder / name)
+            paths += save_figure(figure, folder / name, source=source)
             plt.close(figure)
     return paths
 
@@ -242,11 +249,14 @@ def _bars(ax: Axes, made: Ablations, names: tuple[str, ...], column: str, scale:
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, fontsize=7, borderaxespad=0.2)
 
 
-def write_ablations(made: Ablations, folder: Path) -> list[Path]:
-    """All four as one figure, as PDF, SVG and PNG."""
+def write_ablations(made: Ablations, folder: Path, force: bool = True) -> list[Path]:
+    """All four as one figure, as PDF, SVG and PNG. Raises ValueError when another is there, unless `force`."""
     import matplotlib as mpl
     import matplotlib.pyplot as plt
 
+    source = source_of("ablations", made.manifest["config"])
+    if not force:
+        refuse_other_figures(folder, ("ablations",), source)
     folder.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(STYLE):
         figure: Any = plt.figure(figsize=(7.0, 5.6), layout="constrained")
@@ -257,6 +267,6 @@ def write_ablations(made: Ablations, folder: Path) -> list[Path]:
             plot(made, ax)
         trace, outputs = printable(made.manifest["trace"]), made.manifest["visible"]["outputs"]
         put_footer(figure, f"kvarena ablations: {trace}, pages of 16 tokens, outputs {outputs}; removal is measured")
-        paths = save_figure(figure, folder / "ablations")
+        paths = save_figure(figure, folder / "ablations", source=source)
         plt.close(figure)
     return paths

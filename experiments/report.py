@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvarena.experiments import plots
 from kvarena.experiments.config import SCHEMA_VERSION
+from kvarena.experiments.outputs import refuse_other_figures, save_one, source_of
 from kvarena.experiments.provenance import footer
 from kvarena.experiments.style import printable, save_figure
 from kvarena.experiments.tables import remarks, table_html, tables
@@ -56,8 +56,15 @@ def write_figures(result: Result, folder: Path) -> list[Path]:
     paths = []
     for name, stem in stems.items():
         with drawn(result, name) as figure:
-            paths += save_figure(figure, stem)
+            paths += save_figure(figure, stem, source=result_source(result))
     return paths
+
+
+def result_source(result: Result) -> str:
+    """Names a result in its figures: equal for equal configs and inputs."""
+    return source_of(
+        result.manifest["kind"], result.config, [one["sha256"] for one in result.provenance.get("inputs", [])]
+    )
 
 
 def captions(result: Result) -> dict[str, str]:
@@ -69,8 +76,11 @@ def captions(result: Result) -> dict[str, str]:
     return {**figures.CAPTIONS, **CAPTIONS}
 
 
-def plot_folder(result: Result, out: Path) -> list[Path]:
-    """All figures into `out`, each renamed into place when it is whole."""
+def plot_folder(result: Result, out: Path, force: bool = False) -> list[Path]:
+    """All figures into `out`, each renamed into place when it is whole. Raises ValueError when other figures are there,
+    unless `force`."""
+    if not force:
+        refuse_other_figures(out, [*captions(result), "timings"], result_source(result))
     try:
         out.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=out, prefix=".partial-") as partial:
@@ -82,14 +92,8 @@ def plot_folder(result: Result, out: Path) -> list[Path]:
 
 def write_one_figure(result: Result, name: str, path: Path) -> None:
     """One figure in the format that the file's name asks for."""
-    kind = path.suffix.lower().removeprefix(".")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with drawn(result, name) as figure:
-        try:
-            save_figure(figure, partial, kinds=(kind,))
-            partial.with_name(f"{partial.name}.{kind}").replace(path)
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
+        save_one(figure, path, result_source(result))
 
 
 @contextmanager
@@ -107,8 +111,9 @@ def drawn(result: Result, name: str) -> Iterator[Figure]:
 
 
 def result_footer(result: Result) -> str:
-    """One line of provenance without a date."""
-    return footer(result.config, result.manifest["trace"], result.visible["outputs"])
+    """One line of provenance without a date; of what an interrupted command left, it begins with PARTIAL."""
+    text = footer(result.config, result.manifest["trace"], result.visible["outputs"])
+    return f"PARTIAL · {text}" if "partial" in result.manifest else text
 
 
 def write_report(result: Result, path: Path) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from kvarena.experiments.budget import format_bytes
 from kvarena.experiments.config import SCHEMA_VERSION, Config, config_from_mapping
+from kvarena.experiments.outputs import refuse_other_options
 from kvarena.experiments.plots import _finish, _new_axes, _pool_axis, _styled
-from kvarena.experiments.style import looks, printable
+from kvarena.experiments.style import FORMATS, looks, printable
 from kvarena.experiments.sweep import SweepResult, sweep, write_whole
 from kvarena.experiments.tables import Table
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 MEASURES = {"token_hit_rate": "whole run", "token_hit_rate_last_half": "last half"}
 REPLICATES = 30
 STUDY = "study.json"
+FILES = (STUDY, "intervals.csv", *(f"intervals.{kind}" for kind in FORMATS))
 
 
 @dataclass(frozen=True)
@@ -86,16 +89,36 @@ def replicate(
         raise ValueError("workload.resample: set by this study itself; leave it out")
     points: list[dict[str, Any]] = [{}, *({"workload.resample": draw} for draw in range(1, replicates + 1))]
     base = {**_at_fixed_pools(config), "sweep": points}
-    done = sweep(base, out, jobs=jobs, ray=ray, progress=progress)
+    _refuse_other(Path(out), base)
+    done = sweep(base, out, jobs=jobs, ray=ray, progress=progress, beside=FILES)
     if done.failures:
         failure = next(iter(done.failures.values()))
         raise ValueError(f"resample: {len(done.failures)} cells failed; the first: {failure['error']}")
     found = _collect(done)
-    kept = {"trace": found.trace, "allocators": found.allocators, "unit": found.unit, "footer": found.footer}
-    data = {"schema_version": SCHEMA_VERSION, **kept, "table": found.table.to_dict("list")}
+    data = {"schema_version": SCHEMA_VERSION, "config": _without_sweep(base)}
+    data |= {"trace": found.trace, "allocators": found.allocators, "unit": found.unit, "footer": found.footer}
+    data["table"] = found.table.to_dict("list")
     write_whole(Path(out) / STUDY, json.dumps(data, indent=1) + "\n")
     write_whole(Path(out) / "intervals.csv", found.intervals.to_csv(index=False, lineterminator="\n"))
     return found
+
+
+def _refuse_other(folder: Path, base: dict[str, Any]) -> None:
+    """Raise ValueError when the study in the folder, finished or not, is of another config. More resamples of the same
+    one are welcome."""
+    earlier = None
+    if (folder / STUDY).is_file():
+        earlier = json.loads((folder / STUDY).read_text(encoding="utf-8")).get("config")
+    cell = next(iter(sorted(folder.glob("cells/*/config.toml"))), None)
+    if earlier is None and cell is not None:
+        earlier = tomllib.loads(cell.read_text(encoding="utf-8"))
+        earlier["workload"].pop("resample", None)
+    if earlier is not None:
+        refuse_other_options(folder, "a study", earlier, _without_sweep(base))
+
+
+def _without_sweep(base: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in base.items() if name != "sweep"}
 
 
 def open_replicates(path: Path | str) -> Replicates:

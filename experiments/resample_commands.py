@@ -38,6 +38,9 @@ def resample(
     ray: Annotated[str | None, typer.Option(help="'local', or the address of a Ray cluster.")] = None,
     saved: Annotated[Path | None, typer.Option(help="Draw an earlier --out into --out; nothing is run.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any config field.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --saved: also over figures of others, and other files.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """Say how sure the differences are: redraw the trace's sessions or prefix families, rerun all allocators, and give
@@ -46,15 +49,19 @@ def resample(
     from kvarena.experiments.resample import open_replicates, replicate
 
     if saved is not None:
-        _show(open_replicates(saved), out)
+        _show(open_replicates(saved), out, force)
         return
     flags: dict[str, Any] = {"trace": trace, "allocators": allocators, "pool": pool, "model": model}
     config = compare_config(what, set_ or [], **flags, requests=requests, seeds=None)
     found = replicate(config, out, replicates=replicates, jobs=jobs, ray=ray, progress=not quiet)
-    _show(found, out)
+    _show(found, out, force=True)
 
 
-def _show(found: Replicates, out: Path) -> None:
+def _show(found: Replicates, out: Path, force: bool) -> None:
+    from kvarena.experiments.outputs import refuse_other_figures
+
+    if not force:
+        refuse_other_figures(out, ("intervals",), _source(found))
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -62,6 +69,12 @@ def _show(found: Replicates, out: Path) -> None:
     _draw(found, out / "intervals")
     _print(found)
     print(out / "intervals.png")
+
+
+def _source(found: Replicates) -> str:
+    from kvarena.experiments.outputs import source_of
+
+    return source_of("resample", found.trace, found.allocators, found.table.to_dict("list"))
 
 
 def _draw(found: Replicates, stem: Path) -> None:
@@ -73,7 +86,7 @@ def _draw(found: Replicates, stem: Path) -> None:
     with mpl.rc_context(STYLE):
         figure: Any = plot_intervals(found).get_figure()
         add_footer(figure, found.footer)
-        save_figure(figure, stem)
+        save_figure(figure, stem, source=_source(found))
         plt.close(figure)
 
 

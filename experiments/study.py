@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from kvarena.experiments.budget import format_bytes, parse_bytes
 from kvarena.experiments.explain import Explanation, explain, summarise
+from kvarena.experiments.outputs import save_one, whole
 from kvarena.experiments.style import printable
 
 if TYPE_CHECKING:
@@ -48,38 +48,26 @@ def explain_trace(
 
 def write_table(table: pd.DataFrame, out: Path) -> None:
     """As CSV or Parquet by the name's ending, whole or not at all. Raises ValueError when it cannot be written."""
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        if out.suffix == ".csv":
+    from kvarena.experiments.results import write_parquet
+
+    with whole(out) as partial:
+        if out.suffix.lower() == ".csv":
             table.to_csv(partial, index=False, lineterminator="\n")
         else:
-            from kvarena.experiments.results import write_parquet
-
             write_parquet(table, partial)
-        partial.replace(out)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise ValueError(f"{out}: cannot be written ({error.strerror or error})") from None
 
 
 def draw_bounds(result: Result, table: pd.DataFrame, path: Path) -> None:
     """The figure of the bounds with its footer. Raises ValueError when it cannot be written."""
     import matplotlib as mpl
-    import matplotlib.pyplot as plt
     from kvarena.experiments.bounds import plot_bounds
-    from kvarena.experiments.report import result_footer
-    from kvarena.experiments.style import STYLE, add_footer, save_figure
+    from kvarena.experiments.report import result_footer, result_source
+    from kvarena.experiments.style import STYLE, add_footer
 
     with mpl.rc_context(STYLE):
         figure: Any = plot_bounds(result, table=table).get_figure()
         add_footer(figure, result_footer(result))
-        try:
-            save_figure(figure, path.with_suffix(""), kinds=(path.suffix[1:],))
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
-        finally:
-            plt.close(figure)
+        save_one(figure, path, result_source(result))
 
 
 def bounds_table(result: Result, table: pd.DataFrame) -> Table:

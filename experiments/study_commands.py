@@ -39,13 +39,14 @@ def bounds(
     figure: Annotated[Path | None, typer.Option(help="Draw it: .png, .pdf or .svg.")] = None,
 ) -> None:
     """Say how far each allocator is from random eviction, clairvoyance and an infinite cache, at its own page size."""
+    from kvarena.experiments.bounds import RATES
     from kvarena.experiments.bounds import bounds as bounds_of
+    from kvarena.experiments.outputs import check_figure, check_table
     from kvarena.experiments.results import load_result
     from kvarena.experiments.study import bounds_table, draw_bounds, write_table
 
-    for path, kinds in ((out, (".csv", ".parquet")), (figure, (".png", ".pdf", ".svg"))):
-        if path is not None and path.suffix not in kinds:
-            raise ValueError(f"expected a file {' or '.join(kinds)}, found {path}")
+    check_table(out, RATES)
+    check_figure(figure)
     loaded = load_result(result)
     table = bounds_of(loaded)
     if out is not None:
@@ -69,10 +70,11 @@ def explain(
     quiet: Quiet = False,
 ) -> None:
     """Say why each prompt token was not served from the cache: one reason each, adding up to the misses."""
+    from kvarena.experiments.explain import REASONS
+    from kvarena.experiments.outputs import check_table
     from kvarena.experiments.study import explain_folder, explain_trace
 
-    if out is not None and out.suffix not in (".csv", ".parquet"):
-        raise ValueError(f"--out: expected a file .csv or .parquet, found {out}")
+    check_table(out, REASONS)
     tick = None if quiet else _Ticker()
     if result is not None:
         if trace is not None or set_:

@@ -119,8 +119,11 @@ def add_footer(figure: Figure, text: str) -> None:
     figure.text(0.008, 0.01, printable(text).replace("$", r"\$"), fontsize=5.5, color="#777777", ha="left", va="bottom")
 
 
-def save_figure(figure: Figure, stem: Path, kinds: Iterable[str] = FORMATS) -> list[Path]:
-    """Write PDF, SVG and PNG beside each other; the same figure gives the same bytes."""
+def save_figure(figure: Figure, stem: Path, kinds: Iterable[str] = FORMATS, source: str = "") -> list[Path]:
+    """Write PDF, SVG and PNG beside each other; the same figure gives the same bytes.
+
+    source  names the result in the files' metadata (`outputs.source_of`); empty: nothing is said
+    """
     import matplotlib as mpl
 
     metadata: dict[str, dict[str, Any]] = {
@@ -128,6 +131,9 @@ def save_figure(figure: Figure, stem: Path, kinds: Iterable[str] = FORMATS) -> l
         "svg": {"Date": None, "Creator": "kvarena", "Description": "schema_version 1"},
         "png": {"Software": "kvarena", "Description": "schema_version 1"},
     }
+    if source:
+        for kind, name in (("pdf", "Keywords"), ("svg", "Source"), ("png", "Source")):
+            metadata[kind][name] = f"source {source}"
     paths = []
     with mpl.rc_context(STYLE):
         for kind in kinds:

@@ -63,6 +63,7 @@ def sweep(
     jobs: int | None = None,
     ray: str | None = None,
     progress: bool = False,
+    beside: Iterable[str] = (),
 ) -> SweepResult:
     """Carry out what is not finished of a sweep, and return how it stands then.
 
@@ -70,6 +71,7 @@ def sweep(
     sets    `key=value` pairs on top of its base
     jobs    processes at once; default: one a core. With `ray="local"`: its cores
     ray     "local" or the address of a Ray cluster, in place of processes
+    beside  names of files that a study keeps in `out` too
 
     Raises ValueError for a config that is wrong anywhere, before anything runs, and for an `out` that holds other
     things or that another sweep is writing to. A cell that fails is recorded and does not stop the others.
@@ -80,7 +82,7 @@ def sweep(
         cells = sweep_cells(config, sets) if isinstance(config, Mapping) else list(config)
     workers: Workers = LocalWorkers(jobs or _cores()) if ray is None else RayWorkers(ray, jobs)
     folder = Path(out)
-    with _locked(folder):
+    with _locked(folder, beside):
         _write_index(folder, cells)
         try:
             _carry_out(folder, cells, workers, progress)
@@ -201,12 +203,13 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path, beside: Iterable[str] = ()) -> Iterator[None]:
     """Hold a sweep's folder: make it, refuse a foreign one or one in use, and clear what a killed sweep left half."""
     if folder.is_file():
         raise ValueError(f"{folder}: expected a folder, found a file")
     if folder.is_dir() and not (folder / INDEX).is_file():
-        if foreign := [path.name for path in folder.iterdir() if not path.name.startswith(".")]:
+        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+        if foreign := [name for name in names if name not in set(beside)]:
             raise ValueError(f"{folder}: holds other files ({foreign[0]}); give a new folder, or an earlier sweep")
     try:
         (folder / "cells").mkdir(parents=True, exist_ok=True)

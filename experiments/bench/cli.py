@@ -77,6 +77,9 @@ def kernels(
     budget: Annotated[float, typer.Option(help="Seconds; cells that no longer fit are left out and say so.")] = 540,
     saved: Annotated[Path | None, typer.Option(help="A saved results file to show, without a card.")] = None,
     figures: Annotated[Path | None, typer.Option(help="Folder for figures from the results, saved or new.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also over figures of other results, and other files.")
+    ] = False,
 ) -> None:
     """Check the kernels on this card, then time them beside peers and ceilings; or show a saved result.
 
@@ -96,7 +99,7 @@ def kernels(
     if part is None:
         tables.print_tables(result, sys.stderr)
     if figures is not None:
-        written = kernel_plots.save_figures(result, figures)
+        written = kernel_plots.save_figures(result, figures, force)
         print(f"{len(written)} files in {figures}", file=sys.stderr)
     if failed:
         raise typer.Exit(1)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kvarena.experiments.bench.tables import Row, all_peers, read_ceiling, rows_of
+from kvarena.experiments.outputs import refuse_other_figures, source_of
 from kvarena.experiments.style import STYLE, add_footer, save_figure
 
 if TYPE_CHECKING:
@@ -263,10 +264,16 @@ FIGURES: dict[str, Callable[..., Axes]] = {
 }
 
 
-def save_figures(result: Result, folder: Path) -> list[Path]:
-    """All figures as PDF, SVG and PNG, with the provenance below; returns the files."""
+def save_figures(result: Result, folder: Path, force: bool = False) -> list[Path]:
+    """All figures as PDF, SVG and PNG, with the provenance below; returns the files.
+
+    Raises ValueError when other figures are there, unless `force`.
+    """
     import matplotlib as mpl
 
+    source = source_of("kernels", result)
+    if not force:
+        refuse_other_figures(folder, FIGURES, source)
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     with mpl.rc_context(STYLE):
@@ -275,6 +282,6 @@ def save_figures(result: Result, folder: Path) -> list[Path]:
         for name, plot in FIGURES.items():
             figure = cast("Figure", plot(result).figure)
             add_footer(figure, footer(result))
-            written += save_figure(figure, folder / name)
+            written += save_figure(figure, folder / name, source=source)
             plt.close(figure)
     return written

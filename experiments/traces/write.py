@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from kvarena.experiments.outputs import whole
 
 
 @contextmanager
@@ -16,20 +17,8 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
     Raises ValueError when the place cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stream = partial.open("wb")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written ({error.strerror or error})") from None
-    try:
-        with stream:
-            yield stream
-        partial.replace(path)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written ({error.strerror or error})") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole(path) as partial, partial.open("wb") as stream:
+        yield stream
 
 
 def write_lines(lines: Iterable[str], path: Path) -> int:

@@ -68,11 +68,10 @@ def test_saved_resamples_are_drawn_into_a_folder_that_is_not_there_yet(tmp_path)
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
-@pytest.mark.parametrize("folder", ["file", "nowhere"])
-def test_a_table_that_cannot_be_written_says_why(folder, suffix, tmp_path):
+def test_a_table_that_cannot_be_written_says_why(suffix, tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match=r"table\.\w+: cannot be written \((?!None)"):
-        write_table(pd.DataFrame({"a": [1]}), tmp_path / folder / f"table{suffix}")
+        write_table(pd.DataFrame({"a": [1]}), tmp_path / "file" / f"table{suffix}")
     assert _contents(tmp_path) == {"file": b"mine"}
 
 

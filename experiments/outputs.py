@@ -1,0 +1,172 @@
+"""Where commands write: folders on the way are made, a file stands whole or not at all, and what kvarena did not write
+is never written over.
+
+What it wrote is known by the file itself: a figure names it in its metadata, a table has the command's columns, other
+files the command's own words. A figure drawn from a result also names that result (`source_of`), so that the figures of
+one are not taken for those of another.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvarena.experiments.style import FORMATS, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TABLES = (".csv", ".parquet")
+FIGURES = tuple(f".{kind}" for kind in FORMATS)
+_FIGURE_MARKS = {
+    ".png": b"Software\0kvarena",
+    ".svg": b"<dc:title>kvarena</dc:title>",
+    ".pdf": b"/Creator (kvarena)",
+}
+_SOURCE = re.compile(rb"source ([0-9a-f]{16})")
+_NAMED = 5  # options that a message names
+_LOOK_BYTES = 1 << 20  # of the head and of the tail: names of columns stand at either end
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write to, renamed to it when the block ends well and removed when it does not.
+
+    Raises ValueError when the place cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        partial.replace(path)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror or error})") from None
+    finally:
+        _remove(partial)
+
+
+def _remove(partial: Path) -> None:
+    try:
+        partial.unlink(missing_ok=True)
+    except OSError:  # its folder is none: the error above says so
+        return
+
+
+def check_file(path: Path | None, option: str, kinds: Sequence[str], marks: Iterable[str] = ()) -> None:
+    """Raise ValueError, before anything runs, when `path` has another ending than `kinds`, cannot be made, or is there
+    and lacks one of `marks`: texts that stand in what the command writes. None and an empty file are fine."""
+    if path is None:
+        return
+    if not path.name.lower().endswith(tuple(kinds)):
+        raise ValueError(f"{option}: expected a file {' or '.join(kinds)}, found {path}")
+    refuse_other_file(path, [mark.encode() for mark in marks])
+
+
+def check_table(path: Path | None, columns: Iterable[str], option: str = "--out") -> None:
+    """The same for a table with these columns."""
+    check_file(path, option, TABLES, columns)
+
+
+def check_figure(path: Path | None, option: str = "--figure") -> None:
+    """The same for a figure."""
+    if path is None:
+        return
+    check_file(path, option, FIGURES)
+    refuse_other_file(path, [_FIGURE_MARKS[path.suffix.lower()]])
+
+
+def refuse_other_file(path: Path, marks: Iterable[bytes], advice: str = "give another name, or remove it") -> None:
+    """Raise ValueError when something is at `path` that is no file, or one with content that lacks a mark."""
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"{path}: cannot be written, {parent} is no folder that takes files")
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise ValueError(f"{path}: expected a file, found a folder or a device")
+    found = _ends(path)
+    if found and not all(mark in found for mark in marks):
+        raise ValueError(f"{path}: is there and is not what this command writes; {advice}")
+
+
+def refuse_other_figures(folder: Path, names: Iterable[str], source: str) -> None:
+    """Raise ValueError when `folder` has a figure NAME.pdf, .svg or .png that kvarena did not draw from `source`."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: expected a folder, found a file")
+    for path in (folder / f"{name}{kind}" for name in names for kind in FIGURES):
+        refuse_other_file(path, [_FIGURE_MARKS[path.suffix]], "give another folder, or --force")
+        if path.exists() and path.stat().st_size and figure_source(path) != source:
+            raise ValueError(f"{path}: is a figure of another result; give another folder, or --force")
+
+
+def refuse_other_options(folder: Path, what: str, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise ValueError naming the fields when the study in `folder`, `what` in words, was begun with other options:
+    its tables would be replaced."""
+    from kvarena.experiments.config import config_diff
+
+    differing = [
+        f"{name} ({str(there)[:80]} there, {str(here)[:80]} asked for)"
+        for name, (there, here) in config_diff(earlier, now).items()
+    ]
+    if differing:
+        more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+        raise ValueError(
+            f"{folder}: holds {what} with other options: {', '.join(differing[:_NAMED])}{more}; "
+            "give another folder, or remove that one"
+        )
+
+
+def figure_source(path: Path) -> str | None:
+    """Which result a figure was drawn from, as `source_of` names it; None when it does not say."""
+    found = _SOURCE.search(_ends(path))
+    return None if found is None else found[1].decode()
+
+
+def save_one(figure: Figure, path: Path, source: str = "") -> None:
+    """Write one figure in the format that the file's name asks for, and close it. Raises ValueError when it cannot."""
+    import matplotlib.pyplot as plt
+
+    check_figure(path)
+    kind = path.suffix.lower().removeprefix(".")
+    try:
+        with whole(path) as partial:
+            drawn = partial.with_name(f"{partial.name}.{kind}")
+            try:
+                save_figure(figure, partial, (kind,), source)
+                drawn.replace(partial)
+            finally:
+                _remove(drawn)
+    finally:
+        plt.close(figure)
+
+
+def source_of(*parts: Any) -> str:
+    """A name for what a figure shows: 16 digits of the hash of plain data, such as a resolved config.
+
+    >>> source_of({"live": 1}), source_of({"live": 2})
+    ('e749d6ca87159c4e', 'dde19a727f004cb6')
+    """
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _ends(path: Path) -> bytes:
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rb") as stream:
+            head: bytes = stream.read(_LOOK_BYTES)
+            if path.suffix == ".gz" or len(head) < _LOOK_BYTES:
+                return head
+            stream.seek(max(path.stat().st_size - _LOOK_BYTES, _LOOK_BYTES))
+            return head + bytes(stream.read())
+    except (OSError, EOFError) as error:
+        if path.suffix == ".gz" and path.stat().st_size:
+            return b"?"  # no gzip file: nothing of ours
+        raise ValueError(f"{path}: cannot be read ({error})") from None
