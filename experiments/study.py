@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from kvarena.allocators.interface import AllocatorError
 from kvarena.experiments.budget import format_bytes, parse_bytes
-from kvarena.experiments.explain import Explanation, explain, summarise
+from kvarena.experiments.explain import REASONS, Explanation, explain, explain_every_cell, summarise
 from kvarena.experiments.outputs import save_one, whole
 from kvarena.experiments.style import printable
 
@@ -29,6 +31,36 @@ def explain_folder(
     size = None if pool is None else parse_bytes(pool if not pool.isdigit() else f"{pool} B")
     names = list(dict.fromkeys(allocators)) if allocators else [None]
     return [one for name in names for one in explain(result, allocator=name, pool=size, seed=seed, tick=tick)]
+
+
+def explain_sweep(folder: Path, tick: Tick = None) -> pd.DataFrame:
+    """Explain every finished comparison of a sweep, at every pool: a row a cell, seed, pool and allocator, with prompt
+    tokens, hit tokens and the tokens of each reason, summed over all requests (each of which adds up, or explaining
+    stops with an error). Raises ValueError when nothing is finished, or a cell is an engine run."""
+    from kvarena.experiments.sweep import open_sweep
+
+    made = open_sweep(folder)
+    rows = []
+    for cell in made.cells:
+        if cell["state"] != "finished":
+            continue
+        result = made.result(cell["key"])
+        for one in explain_every_cell(result, tick):
+            keys = one.table[["seed", "pool_bytes", "allocator"]].iloc[0].to_dict()
+            totals = {"requests": len(one.table), **_adding_up(one)}
+            rows.append({"cell": cell["key"], "trace": result.manifest["trace"], **keys, **totals})
+    if not rows:
+        raise ValueError(f"{folder}: no finished comparison to explain")
+    return pd.DataFrame(rows)
+
+
+def _adding_up(one: Explanation) -> dict[str, int]:
+    """Tokens over all requests. Raises AllocatorError where those of one request do not add up to its prompt."""
+    told = one.table["hit_tokens"] + one.table[list(REASONS)].sum(axis=1)
+    if wrong := one.table.loc[told != one.table["num_prompt_tokens"], "request_id"].tolist():
+        raise AllocatorError(f"request {wrong[0]}: hits and reasons are not its prompt tokens ({len(wrong)} requests)")
+    sums = one.table[["num_prompt_tokens", "hit_tokens", *REASONS]].sum()
+    return {"prompt_tokens" if name == "num_prompt_tokens" else str(name): int(n) for name, n in sums.items()}
 
 
 def explain_trace(
@@ -91,13 +123,24 @@ def bounds_table(result: Result, table: pd.DataFrame) -> Table:
 
 
 def explanation_table(found: list[Explanation]) -> Table:
-    """Tokens and shares by reason, and who evicted most."""
+    """Tokens and shares by reason."""
+    pool = int(found[0].table["pool_bytes"].iloc[0])
+    title = f"Where the prompt tokens of {len(found[0].table):,} requests went, pool {format_bytes(pool)}"
+    return _reasons_table(title, found, summarise(found), "prompt tokens")
+
+
+def readmission_table(found: list[Explanation]) -> Table:
+    """The same of admissions after a preemption, which find mostly what the request itself had computed."""
+    count = sum(len(one.readmitted) for one in found)
+    title = f"Apart: tokens of {count:,} admissions after a preemption (what they find of themselves is no reuse)"
+    again = [replace(one, table=one.readmitted) for one in found]
+    return _reasons_table(title, again, summarise(again), "tokens")
+
+
+def _reasons_table(title: str, found: list[Explanation], totals: pd.DataFrame, all_of: str) -> Table:
     from rich.table import Table
 
-    totals = summarise(found)
-    pool = int(found[0].table["pool_bytes"].iloc[0])
-    requests = len(found[0].table)
-    table = Table(title=f"Where the prompt tokens of {requests:,} requests went, pool {format_bytes(pool)}")
+    table = Table(title=title)
     table.add_column("")
     table.add_column("meaning")
     for one in found:
@@ -110,5 +153,26 @@ def explanation_table(found: list[Explanation]) -> Table:
             ]
             table.add_row(str(name).replace("_", " "), str(row["meaning"]), *cells)
     table.add_section()
-    table.add_row("prompt tokens", "", *(f"{int(totals[one.entry.name].sum()):,}  100.00 %" for one in found))
+    table.add_row(all_of, "", *(f"{int(totals[one.entry.name].sum()):,}  100.00 %" for one in found))
+    return table
+
+
+def sweep_reasons_table(rows: pd.DataFrame) -> Table:
+    """A row a trace, pool and allocator of an explained sweep: shares of all prompt tokens, means over seeds."""
+    from rich.table import Table
+
+    reasons = [name for name in REASONS if rows[name].any()]
+    table = Table(title=f"Where the prompt tokens went: {len(rows):,} cells, every request adds up")
+    for head in ("trace", "pool", "allocator"):
+        table.add_column(head)
+    for head in ("served", *reasons):
+        table.add_column(f"{head.replace('_', ' ')}, %", justify="right")
+    sums = rows.groupby(["cell", "trace", "pool_bytes", "allocator"], sort=False)[
+        ["prompt_tokens", "hit_tokens", *reasons]
+    ].sum()
+    for row in sums.reset_index().to_dict("records"):
+        shares = [100 * row[name] / max(row["prompt_tokens"], 1) for name in ("hit_tokens", *reasons)]
+        table.add_row(
+            printable(row["trace"]), format_bytes(row["pool_bytes"]), row["allocator"], *(f"{s:.2f}" for s in shares)
+        )
     return table

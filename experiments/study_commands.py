@@ -18,6 +18,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")]
 EXPLAIN_EXAMPLES = """Examples:\n
 kvarena explain out/chat\n
 kvarena explain out/chat --allocator vllm --request s0.t1\n
+kvarena explain out/study --out reasons.csv\n
 kvarena explain --trace chat --allocator vllm --allocator block:page_size=64 --pool '450 MiB' --out reasons.csv"""
 BOUNDS_EXAMPLES = "Example: kvarena bounds out/chat --out bounds.csv --figure bounds.pdf"
 SWEEP_EXAMPLES = """Examples:\n
@@ -34,7 +35,7 @@ def add_study_commands(app: typer.Typer) -> None:
 
 
 def bounds(
-    result: Annotated[Path, typer.Argument(metavar="RESULT", help="Folder of a finished comparison.")],
+    result: Annotated[Path, typer.Argument(metavar="RESULT", help="Folder of a finished comparison or engine run.")],
     out: Annotated[Path | None, typer.Option(help="Write the table: .csv or .parquet.")] = None,
     figure: Annotated[Path | None, typer.Option(help="Draw it: .png, .pdf or .svg.")] = None,
 ) -> None:
@@ -57,7 +58,9 @@ def bounds(
 
 
 def explain(
-    result: Annotated[Path | None, typer.Argument(metavar="[RESULT]", help="Folder of a finished comparison.")] = None,
+    result: Annotated[
+        Path | None, typer.Argument(metavar="[RESULT]", help="Folder of a comparison, an engine run, or a sweep.")
+    ] = None,
     request: Annotated[str | None, typer.Option(help="Tell one request's prompt, token by token.")] = None,
     allocator: Annotated[
         list[str] | None, typer.Option(help="Which ones; without RESULT, also block:page_size=64. Repeatable.")
@@ -79,6 +82,9 @@ def explain(
     if result is not None:
         if trace is not None or set_:
             raise ValueError("explain: RESULT says what was run; --trace and --set are for explaining without one")
+        if (result / "sweep.json").is_file():
+            _explain_sweep(result, out, tick, any(given is not None for given in (request, allocator, pool, seed)))
+            return
         found = explain_folder(result, allocator, pool, seed, tick)
     else:
         found = explain_trace(trace, allocator, pool, seed, set_ or [], tick)
@@ -113,17 +119,35 @@ def _write_table(found: list[Explanation], out: Path | None) -> None:
     import pandas as pd
     from kvarena.experiments.study import write_table
 
-    write_table(pd.concat([one.table for one in found], ignore_index=True), out)
+    parts = [part for one in found for part in (one.table, one.readmitted) if len(part)]
+    write_table(pd.concat(parts, ignore_index=True), out)
     print(f"table in {out}", file=sys.stderr)
 
 
+def _explain_sweep(folder: Path, out: Path | None, tick: _Ticker | None, chosen: bool) -> None:
+    """Every comparison of a sweep, at every pool: whether all adds up, and the sums."""
+    from kvarena.experiments.study import explain_sweep, sweep_reasons_table, write_table
+
+    if chosen:
+        raise ValueError("explain: a sweep is explained whole; give one of its cells (FOLDER/cells/KEY) to choose")
+    table = explain_sweep(folder, tick)
+    if tick is not None:
+        tick.end()
+    if out is not None:
+        write_table(table, out)
+        print(f"table in {out}", file=sys.stderr)
+    print_rich(sweep_reasons_table(table))
+
+
 def _print_explanations(found: list[Explanation], request: str | None) -> None:
-    from kvarena.experiments.study import explanation_table
+    from kvarena.experiments.study import explanation_table, readmission_table
 
     if request is not None:
         print("\n\n".join("\n".join(one.tell(request)) for one in found))
         return
     print_rich(explanation_table(found))
+    if any(len(one.readmitted) for one in found):
+        print_rich(readmission_table(found))
 
 
 def sweep(
