@@ -175,3 +175,13 @@ def test_diff_names_fields_and_both_values():
 def test_unknown_keyword_lists_what_is_known():
     with pytest.raises(ConfigError, match="known: trace, format"):
         config_from_keywords({"pools": "1 GiB"})
+
+
+@pytest.mark.parametrize(
+    "sets", [["options.num_sessions=9"], ["live=3"], ["allocators.0.page_size=4"], ["pool='1 GiB'"], ["options.new=1"]]
+)
+def test_sets_never_change_the_mapping_that_was_given(sets):
+    data = {"workload": {"options": {"num_sessions": 4}}, "engine": {}, "allocators": [{"kind": "block"}]}
+    before = repr(data)
+    assert repr(apply_sets(data, sets)) != before
+    assert repr(data) == before
