@@ -214,7 +214,7 @@ def config_from_keywords(keywords: Mapping[str, Any], base: Config | None = None
 def apply_sets(data: Mapping[str, Any], sets: Iterable[str]) -> dict[str, Any]:
     """`key=value` pairs on top of a config. Keys are field names, alone or with their section, or
     `allocators.N.FIELD`; values are TOML literals, anything else is text."""
-    out: dict[str, Any] = _copied(dict(data))  # the caller's tables, nested ones too, stay as they are
+    out: dict[str, Any] = copied(dict(data))  # the caller's tables, nested ones too, stay as they are
     for item in sets:
         key, separator, raw = item.partition("=")
         if not separator:
@@ -223,10 +223,11 @@ def apply_sets(data: Mapping[str, Any], sets: Iterable[str]) -> dict[str, Any]:
     return out
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _copied(part) for name, part in value.items()}
-    return [_copied(part) for part in value] if isinstance(value, list) else value
+def copied(value: Any) -> Any:
+    """Tables and lists anew, what is in them as it is."""
+    if isinstance(value, Mapping):
+        return {name: copied(part) for name, part in value.items()}
+    return [copied(part) for part in value] if isinstance(value, list) else value
 
 
 def _set(data: dict[str, Any], key: str, value: Any) -> None:

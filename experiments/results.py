@@ -211,12 +211,19 @@ def _read_summary(path: Path, cells: int) -> pd.DataFrame:
 
 def merge_results(results: Iterable[Result]) -> Result:
     """Lay finished results over each other. Raises ValueError naming the fields when they differ in more than the
-    allocators."""
-    first, *rest = results
+    allocators, and when one adds no allocator to those before it."""
+    given = list(results)
+    if not given:
+        raise ValueError("results: expected at least one")
+    first, *rest = given
     merged = first
     for other in rest:
         _refuse_unlike(first, other)
-        merged = _joined(merged, other)
+        joined = _joined(merged, other)
+        if joined.allocators == merged.allocators:
+            name = f"{other.path or 'a result'} ({', '.join(other.allocators)})"
+            raise ValueError(f"{name}: adds no allocator to the results before it; is it given twice?")
+        merged = joined
     return merged
 
 

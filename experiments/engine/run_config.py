@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from kvarena.experiments.budget import parse_bytes
 from kvarena.experiments.capacity_backends import page_size_for
-from kvarena.experiments.config import PoolConfig, PositiveInt, WorkloadConfig, load_config, toml_value
+from kvarena.experiments.config import PoolConfig, PositiveInt, WorkloadConfig, copied, load_config, toml_value
 from kvarena.experiments.engine.scheduler import SchedulerConfig
 from kvarena.experiments.engine.step_time import HOST
 from kvarena.experiments.specs import AllocatorEntry, allocator_entry
@@ -213,7 +213,7 @@ def resolved_config(path: Path, sets: Iterable[str] = ()) -> dict[str, Any]:
 
 def run_config(data: Mapping[str, Any], sets: Iterable[str] = ()) -> RunConfig:
     """Validate sections, with a preset underneath and `key=value` pairs on top. Raises ValueError naming the field."""
-    given = {name: dict(part) if isinstance(part, Mapping) else part for name, part in data.items()}
+    given = copied(dict(data))
     _one_allocator(given)
     for item in sorted(sets, key=lambda item: not item.startswith("allocator.kind=")):
         _set(given, item)
@@ -260,13 +260,17 @@ def _set(given: dict[str, Any], item: str) -> None:
     if parts == ["preset"]:
         given["preset"] = toml_value(raw)
         return
-    if len(parts) != 2 or parts[0] not in (*SECTIONS, "allocator"):
+    if len(parts) < 2 or parts[0] not in (*SECTIONS, "allocator"):
         raise ValueError(f"{key}: unknown field; known: preset, allocator.FIELD, {', '.join(SECTION_OF)}")
-    section = given.setdefault(parts[0], {})
+    section = given
+    for part in parts[:-1]:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise ValueError(f"{key}: {part} is no table")
     if parts == ["allocator", "kind"]:
         # Another kind starts from its own preset: fields of the one before need not fit it.
         section.clear()
-    section[parts[1]] = toml_value(raw)
+    section[parts[-1]] = toml_value(raw)
 
 
 def _first_fault(error: ValidationError) -> str:

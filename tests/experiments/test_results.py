@@ -285,6 +285,17 @@ def test_results_of_other_allocators_lie_over_each_other(saved):
     assert len(merged.requests) == len(shared().requests) + len(other.requests)
 
 
+def test_a_result_given_twice_is_refused(saved):
+    result = load_result(saved)
+    alone = replace(result, manifest={**result.manifest, "allocators": result.manifest["allocators"][1:]}, path=None)
+    for given in ([result, result], [result, load_result(saved)], [result, alone], [alone, result, alone]):
+        with pytest.raises(ValueError, match="adds no allocator to the results before it"):
+            merge_results(given)
+    with pytest.raises(ValueError, match="at least one"):
+        merge_results([])
+    assert merge_results([result]) is result
+
+
 def pools(saved):
     return [f"{size} B" for size in load_result(saved).pools]
 

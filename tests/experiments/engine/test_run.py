@@ -185,6 +185,13 @@ def test_a_bad_config_names_the_field(data: dict[str, Any], says: str) -> None:
         run_config(data)
 
 
+@pytest.mark.parametrize("key", ["options.num_sessions", "workload.options.num_sessions"])
+def test_a_field_inside_a_table_is_set_as_in_compare_and_the_given_mapping_stays(key: str) -> None:
+    data = {"workload": {"trace": "chat", "options": {"num_sessions": 4, "max_reply": 9}}}
+    assert run_config(data, [f"{key}=7"]).workload.options == {"num_sessions": 7, "max_reply": 9}
+    assert data["workload"]["options"] == {"num_sessions": 4, "max_reply": 9}
+
+
 @pytest.mark.parametrize(
     ("item", "says"), [("speed", "key=value"), ("colour=1", "colour"), ("engine.x.y=1", "unknown")]
 )
