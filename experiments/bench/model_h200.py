@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import time
 import traceback
 from collections.abc import Callable
@@ -61,22 +62,27 @@ def run_linear(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_steps(options: argparse.Namespace) -> dict[str, Any]:
-    """Every validation workload over every design."""
+    """Every validation workload over every design, so many times; with --eager once more without waits."""
     setup = _setup(options)
     rows: list[dict[str, Any]] = []
-    for name, load in model_steps.LOADS.items():
-        for design in model_steps.ALLOCATORS:
-            start, before = time.perf_counter(), len(rows)
-            rows += model_steps.step_rows(name, load, design, setup)
-            own = [row for row in rows[before:] if not row["launch_bound"]]
-            total = sum(row["kernels_us"] for row in own) / 1e3
-            print(
-                f"{name:>15} {design:>10}: {len(own)} of {len(rows) - before} steps, kernels {total:9.1f} ms, "
-                f"{time.perf_counter() - start:5.1f} s",
-                flush=True,
-            )
-            _tidy(options)
+    # Kernels are compiled in the first round, which is kept too; later ones need not wait as long for their launches.
+    waits = [setup.wait_us, *[min(setup.wait_us, 8_000)] * (options.repeats - 1), *[0] * options.eager]
+    for repeat, wait_us in enumerate(waits):
+        for name, load in model_steps.LOADS.items():
+            for design in model_steps.ALLOCATORS:
+                start, before = time.perf_counter(), len(rows)
+                own = model_steps.step_rows(name, load, design, replace(setup, wait_us=wait_us))
+                rows += [{**row, "repeat": repeat} for row in own]
+                print(_steps_line(f"{repeat} {name:>15} {design:>10}", rows[before:], start), flush=True)
+                _tidy(options)
+        _write(options, "steps", {**model_steps.describe(setup), "rows": rows})
     return {**model_steps.describe(setup), "rows": rows}
+
+
+def _steps_line(what: str, rows: list[dict[str, Any]], start: float) -> str:
+    own = [row for row in rows if not row["launch_bound"]]
+    total = sum(row["kernels_us"] for row in own) / 1e3
+    return f"{what}: {len(own)} of {len(rows)} steps, {total:9.1f} ms, {time.perf_counter() - start:5.1f} s"
 
 
 def run_capacity(options: argparse.Namespace) -> dict[str, Any]:
@@ -194,21 +200,32 @@ def merge(folder: Path) -> dict[str, Any]:
 
 
 def step_cells(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The measured steps as cells that `calibrate --steps` reads: one for each workload and design. Steps whose
-    launches took longer than the GPU (kernels were compiled, say) are left out."""
-    cells: dict[tuple[str, str], dict[str, Any]] = {}
+    """The measured steps as cells that `calibrate --steps` reads: one for each workload and design.
+
+    A step has the amounts of its batch, `repeats_us` of the rounds in which its launches did not take longer than the
+    GPU (kernels were compiled, say), their median `kernels_us`, and `eager_us` where a round was launched kernel by
+    kernel. A step without any is left out.
+    """
+    cells: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for row in rows:
         design = row["allocator"].replace(", ", "-")
-        keys = {"panel": "validation", "load": row["workload"], "design": design}
-        cell = cells.setdefault(
-            (row["workload"], design),
-            {**keys, "model": "llama-3-8b", "page_size": int(design.split("-")[1]), "measured": 0, "steps": []},
-        )
-        if not row["launch_bound"]:
-            cell["measured"] = max(cell["measured"], row["num_decodes"] + row["num_extends"])
-            kept = {name: value for name, value in row.items() if name not in ("workload", "allocator", "launch_bound")}
-            cell["steps"].append(kept)
-    return list(cells.values())
+        about = {name: value for name, value in row.items() if name not in _OF_A_ROUND}
+        step = cells.setdefault((row["workload"], design), {}).setdefault(row["step"], {**about, "repeats_us": []})
+        if row["eager"]:
+            step["eager_us"] = row["kernels_us"]
+        elif not row["launch_bound"]:
+            step["repeats_us"].append(row["kernels_us"])
+    return [_step_cell(load, design, list(steps.values())) for (load, design), steps in cells.items()]
+
+
+_OF_A_ROUND = ("workload", "allocator", "launch_bound", "eager", "repeat", "kernels_us")
+
+
+def _step_cell(load: str, design: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    kept = [{**step, "kernels_us": statistics.median(step["repeats_us"])} for step in steps if step["repeats_us"]]
+    most = max((step["num_decodes"] + step["num_extends"] for step in kept), default=0)
+    keys = {"panel": "validation", "load": load, "design": design, "model": "llama-3-8b"}
+    return {**keys, "page_size": int(design.split("-")[1]), "measured": most, "steps": kept}
 
 
 def _place(cell: dict[str, Any]) -> tuple[int, int, int]:
@@ -228,6 +245,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256])
     parser.add_argument("--context", type=int, default=1024, help="tokens of each decoded sequence")
     parser.add_argument("--steps", type=int, default=32, help="measured decode steps a cell")
+    parser.add_argument("--repeats", type=int, default=1, help="rounds of the validation workloads")
+    parser.add_argument("--eager", action="store_true", help="one more round, each step launched kernel by kernel")
     parser.add_argument("--shard", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="of the capacity cells")
     parser.add_argument("--merge", action="store_true", help="join the parts in --out into model.json, run nothing")
     options = parser.parse_args(arguments)

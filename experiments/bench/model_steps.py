@@ -67,7 +67,10 @@ LIMITS = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=128, max_mode
 
 @dataclass(frozen=True)
 class Setup:
-    """Device, backend and shape of a run; `limits` of its scheduler, `max_steps` and `max_output` to keep it short."""
+    """Device, backend and shape of a run; `limits` of its scheduler, `max_steps` and `max_output` to keep it short.
+
+    wait_us  the GPU waits so long before a step; 0: it does not, so that a step takes as long as its launches
+    """
 
     shape: KVShape = LLAMA_8B
     num_heads: int = 32
@@ -78,6 +81,7 @@ class Setup:
     limits: SchedulerConfig = LIMITS
     max_steps: int = 400
     max_output: int = 96
+    wait_us: int = WAIT_US
 
     def options(self, table: TableKind) -> MemoryOptions:
         return MemoryOptions(backend=self.backend, table=table, dtype=self.dtype, device=self.device)
@@ -93,6 +97,7 @@ def step_rows(name: str, load: StepLoad, design: str, setup: Setup) -> Iterator[
     allocator = make_allocator(spec, num_pages=load.pool_tokens // spec["page_size"])
     outputs = HiddenOutputs()
     executor = _WaitingExecutor(allocator, outputs, setup.shape, setup.num_heads, setup.limits, setup.options(table))
+    executor.wait_us = setup.wait_us
     engine = Engine(make_scheduler(setup.policy, executor.allocator, setup.limits), executor)
     arrivals = _arrivals(load, setup, outputs)
     number = 0
@@ -121,6 +126,7 @@ def step_rows(name: str, load: StepLoad, design: str, setup: Setup) -> Iterator[
                 "host_us": round(1e6 * host, 1),
                 "scheduler_us": round(1e6 * (wall - executor.launch_s), 1),
                 "launch_bound": executor.launch_bound,
+                "eager": not setup.wait_us,
             }
         number += 1
 
@@ -142,6 +148,7 @@ class _WaitingExecutor(KernelExecutor):
 
     launch_s = 0.0
     launch_bound = False
+    wait_us = WAIT_US
 
     def launch(self, plan: StepPlan) -> None:
         start = time.perf_counter()
@@ -149,9 +156,9 @@ class _WaitingExecutor(KernelExecutor):
         self.launch_s = time.perf_counter() - start
 
     def _timed(self, step: Any) -> float:
-        if self.memory.pool.device.type != "cuda":
+        if self.memory.pool.device.type != "cuda" or not self.wait_us:
             return super()._timed(step)
-        seconds, self.launch_bound = gpu_seconds(lambda: self._run(step))
+        seconds, self.launch_bound = gpu_seconds(lambda: self._run(step), self.wait_us)
         return seconds
 
 

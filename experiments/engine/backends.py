@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,6 +22,8 @@ class Backend:
 
     slots_by  how the adapter computes slot mappings
     plan      step -> what the layers of that step share, passed to `extend` and `decode` as `plan`; None: nothing
+    share     the same for `extend` alone, made at the first layer that asks, of (q, key_cache, value_cache, step,
+              options); it may answer None
     """
 
     name: BackendName
@@ -33,6 +35,7 @@ class Backend:
     scatter_pages: Callable[..., None]
     slots_by: Literal["triton", "torch"] = "torch"
     plan: Callable[[Batch], Any] | None = None
+    share: Callable[..., Any] | None = None
 
 
 @dataclass
@@ -48,6 +51,7 @@ class Step:
 
     def __post_init__(self) -> None:
         self.all_decode = self.batch.max_query_len == 1 and len(self.batch.positions) == len(self.batch.table.rows)
+        self._shared: Any = None
         if self.backend.plan is not None:
             self.options = {**self.options, "plan": self.backend.plan(self.batch)}
 
@@ -60,6 +64,10 @@ class Step:
         options = {**self.options, **options}
         if self.all_decode:
             return self.backend.decode(q, key_cache, value_cache, self.batch.table, **options)
+        if self.backend.share is not None:
+            if self._shared is None:
+                self._shared = self.backend.share(q, key_cache, value_cache, self.batch, options)
+            options["plan"] = self._shared
         return self.backend.extend(q, key_cache, value_cache, self.batch.table, self.batch.query_start_loc, **options)
 
 
@@ -86,7 +94,26 @@ def _triton() -> Backend:
         copy.gather_pages,
         copy.scatter_pages,
         slots_by="triton",
+        share=_work_list,
     )
+
+
+def _work_list(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Batch, options: Mapping[str, Any]
+) -> object | None:
+    """The Hopper kernel's list of tiles, once a step in place of once a layer; None where that kernel does not run."""
+    from kvarena.kernels.extend import hopper_backend
+
+    hopper = hopper_backend() if q.is_cuda else None
+    if hopper is None or hopper.why_not(q, key_cache, value_cache, **_limits_of(options)) is not None:
+        return None
+    return hopper.plan_extend(batch.table, batch.query_start_loc, q.shape[0], q.shape[1], key_cache.shape[2])
+
+
+def _limits_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options on which it depends whether the Hopper kernel takes a call."""
+    names = ("scale", "window", "softcap", "alibi_slopes", "k_scale", "v_scale")
+    return {name: options[name] for name in names if name in options}
 
 
 def _torch() -> Backend:

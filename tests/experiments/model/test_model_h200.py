@@ -75,6 +75,24 @@ def test_a_row_a_step_says_what_was_computed(design: str) -> None:
         assert row["host_us"] > 0
 
 
+def test_rounds_of_a_step_become_one_with_their_median_and_the_time_launched_kernel_by_kernel() -> None:
+    def row(step: int, repeat: int, us: float, *, bound: bool = False, eager: bool = False) -> dict[str, Any]:
+        about = {"workload": "chat", "allocator": "token, 1", "step": step, "num_decodes": 3, "num_extends": 1}
+        return {**about, "kernels_us": us, "repeat": repeat, "launch_bound": bound, "eager": eager}
+
+    rounds = [
+        row(0, 0, 9e4, bound=True),
+        row(0, 1, 12.0),
+        row(0, 2, 10.0),
+        row(0, 3, 11.0),
+        row(0, 4, 30.0, eager=True),
+    ]
+    (cell,) = model_h200.step_cells([*rounds, row(1, 0, 9e4, bound=True)])
+    (step,) = cell["steps"]
+    assert (step["kernels_us"], step["repeats_us"], step["eager_us"]) == (11.0, [12.0, 10.0, 11.0], 30.0)
+    assert (cell["load"], cell["design"], cell["page_size"], cell["measured"]) == ("chat", "token-1", 1, 4)
+
+
 @pytest.mark.parametrize(("design", "mib"), [("block-16", 2), ("contiguous-max", 3)])
 def test_what_is_measured_to_fit_is_what_the_closed_form_promises(
     design: str, mib: int, monkeypatch: pytest.MonkeyPatch
