@@ -115,7 +115,8 @@ def times_go_forward(cell: CellRows) -> Iterator[str]:
     first, last = (rows[name].astype(float).fillna(rows["end_s"]) for name in ("first_token_s", "last_token_s"))
     odd = rows[(first < rows["arrival_s"]) | (last < first) | (rows["end_s"] < last)]
     yield from (f"request {name}: its moments are not in order" for name in odd["request_id"])
-    if (np.diff(cell.steps["time_s"]) <= 0).any():
+    gaps = np.diff(cell.steps["time_s"])
+    if (gaps < 0).any() or ((gaps == 0).any() and not cell.fixed_clock):
         yield "steps: time stands still or goes back"
 
 
@@ -123,16 +124,23 @@ def live_requests_are_those_that_came(cell: CellRows) -> Iterator[str]:
     """Requests in = ended + running + waiting, at every recorded step; of an engine run.
 
     A request that arrives while a step runs is let in at the next one, so the live ones lie between those that had
-    arrived at the step before and those that have arrived by now.
+    arrived at the step before and those that have arrived by now. On a fixed clock nobody waits: who has its place in
+    the schedule is let in at its moment, and of several events at one moment the row may show any.
     """
     if "end" not in cell.requests or not cell.every_step:
         return
     rows, live = cell.steps, cell.steps["running"] + cell.steps["waiting"]
-    arrivals, ends = np.sort(cell.requests["arrival_s"]), np.sort(cell.requests["end_s"])
     now = rows["time_s"].to_numpy()
-    before = np.concatenate([[-np.inf], now[:-1]])
-    gone = np.searchsorted(ends, now, "right")
-    least, most = np.searchsorted(arrivals, before, "right") - gone, np.searchsorted(arrivals, now, "right") - gone
+    if cell.fixed_clock:
+        placed = cell.requests[cell.requests["admitted_s"].notna()]
+        comings, ends = np.sort(placed["admitted_s"].astype(float)), np.sort(placed["end_s"])
+        least = np.searchsorted(comings, now, "left") - np.searchsorted(ends, now, "right")
+        most = np.searchsorted(comings, now, "right") - np.searchsorted(ends, now, "left")
+    else:
+        comings, ends = np.sort(cell.requests["arrival_s"]), np.sort(cell.requests["end_s"])
+        before = np.concatenate([[-np.inf], now[:-1]])
+        gone = np.searchsorted(ends, now, "right")
+        least, most = np.searchsorted(comings, before, "right") - gone, np.searchsorted(comings, now, "right") - gone
     odd = (live.to_numpy() < least) | (live.to_numpy() > most)
     yield from _steps(cell, pd.Series(odd, rows.index), lambda at: f"{live.loc[at]} requests running or waiting, "
                       "which is not arrived - ended")  # fmt: skip

@@ -50,6 +50,11 @@ class CellRows:
     def every_step(self) -> bool:
         return self.engine.get("steps_every", 1) == 1
 
+    @property
+    def fixed_clock(self) -> bool:
+        """Whether the moments were given: then a step is an event of the schedule, several of which fall together."""
+        return self.engine.get("clock") == "fixed"
+
 
 Recompute = Callable[[CellRows], Any]
 SKIP = object()  # the rows of this cell cannot give the number: steps were not all recorded
@@ -190,6 +195,11 @@ def _steps_only(value: Recompute) -> Recompute:
     return lambda cell: value(cell) if cell.every_step else SKIP
 
 
+def _clocked(value: Recompute) -> Recompute:
+    """A measure of steps that took time; there are none where the clock was fixed."""
+    return lambda cell: None if cell.fixed_clock else _steps_only(value)(cell)
+
+
 def _mean_batch(cell: CellRows) -> float | None:
     return rate(cell.steps["batch"].sum(), (cell.steps["batch"] > 0).sum())
 
@@ -226,12 +236,12 @@ RUN: dict[str, Recompute] = {
     "host_token_hit_rate": _host_rate,
     "swapped_tokens": _sum("swapped_tokens"),
     "steps": _steps_only(lambda cell: len(cell.steps)),
-    "mean_batch": _steps_only(_mean_batch),
+    "mean_batch": _clocked(_mean_batch),
     "duration_s": _steps_only(_span),
     "output_tokens_per_s": lambda cell: rate(cell.requests["output_tokens"].sum(), _span(cell)),
     "requests_per_s": lambda cell: rate(len(cell.served), _span(cell)),
-    "gpu_share": _steps_only(lambda cell: rate(math.fsum(cell.steps["gpu_ms"]) / 1e3, _span(cell))),
-    "host_share": _steps_only(lambda cell: rate(math.fsum(cell.steps["host_ms"]) / 1e3, _span(cell))),
+    "gpu_share": _clocked(lambda cell: rate(math.fsum(cell.steps["gpu_ms"]) / 1e3, _span(cell))),
+    "host_share": _clocked(lambda cell: rate(math.fsum(cell.steps["host_ms"]) / 1e3, _span(cell))),
     "goodput_per_s": _good,
     **_spread("ttft"),
     **_spread("tpot"),

@@ -41,15 +41,21 @@ class Moments:
 
 
 def schedule_of(rows: Iterable[RequestRow]) -> list[Moments]:
-    """The schedule of a run's requests; who was rejected has none."""
+    """The schedule of a run's requests, in their order. Who got no token has no place in it: 0 output tokens."""
     return [
         Moments(r.index, r.arrival_s, r.admitted_s, r.first_token_s, r.last_token_s, r.end_s, r.output_tokens)
-        for r in rows
         if r.end != "rejected"
         and r.admitted_s is not None
         and r.first_token_s is not None
         and r.last_token_s is not None
+        else no_place(r.index, r.arrival_s)
+        for r in rows
     ]
+
+
+def no_place(index: int, arrival_s: float) -> Moments:
+    """Of a request that the schedule leaves out."""
+    return Moments(index, *(arrival_s,) * 5, output_tokens=0)
 
 
 def read_schedule(folder: Path, seed: int, requests: Sequence[Request]) -> list[Moments]:
@@ -65,19 +71,24 @@ def read_schedule(folder: Path, seed: int, requests: Sequence[Request]) -> list[
     for row, request in zip(rows.itertuples(), requests, strict=True):
         if row.request_id != request.request_id or row.num_prompt_tokens != request.num_prompt_tokens:
             raise ValueError(f"engine.schedule: {folder} is of other requests ({row.request_id})")
-    served = rows[(rows["end"] != "rejected") & rows["admitted_s"].notna() & rows["last_token_s"].notna()]
+    served = ((rows["end"] != "rejected") & rows["admitted_s"].notna() & rows["last_token_s"].notna()).tolist()
     names = ("index", "arrival_s", "admitted_s", "first_token_s", "last_token_s", "end_s", "output_tokens")
-    return [Moments(*values) for values in served[list(names)].itertuples(index=False, name=None)]
+    every = rows[list(names)].itertuples(index=False, name=None)
+    return [Moments(*v) if placed else no_place(v[0], v[1]) for v, placed in zip(every, served, strict=True)]
 
 
 @dataclass(slots=True)
 class _Live:
+    """A live request; `last_s` and `ended_s` of one that was cut, where they are not the schedule's."""
+
     moments: Moments
     request: Request
     seq: KVSequence
     output: Sequence[int]
     hit_tokens: int
     computed: bool = False
+    last_s: float | None = None
+    ended_s: float | None = None
 
 
 class FixedReplay:
@@ -93,7 +104,8 @@ class FixedReplay:
     ) -> None:
         self.allocator = allocator
         self.requests = requests
-        self.schedule = schedule
+        self.schedule = [moments for moments in schedule if moments.output_tokens]
+        self.absent = [moments for moments in schedule if not moments.output_tokens]
         self.steps_every = steps_every
         self.record = Record(latencies=Latencies(limits))
         self._unnamed = UnnamedOutputs()
@@ -123,14 +135,10 @@ class FixedReplay:
 
     def _note_absent(self) -> None:
         """Requests that the schedule's own run rejected."""
-        placed = {moments.index for moments in self.schedule}
-        for index, request in enumerate(self.requests):
-            if index not in placed:
-                at = request.arrival_s
-                nowhere = _Live(
-                    Moments(index, at, at, at, at, at, 0), request, KVSequence(request.request_id, [0]), (), 0
-                )
-                self._finish(nowhere, "rejected", f"request {request.request_id} has no place in the schedule")
+        for moments in self.absent:
+            request = self.requests[moments.index]
+            nowhere = _Live(moments, request, KVSequence(request.request_id, [0]), (), 0)
+            self._finish(nowhere, "rejected", f"request {request.request_id} has no place in the schedule")
 
     def _admit(self, moments: Moments) -> int:
         request = self.requests[moments.index]
@@ -170,12 +178,21 @@ class FixedReplay:
             need = target - max(seq.num_computed_tokens, live.request.num_prompt_tokens)
             if need > 0 and self.allocator.reserve([(seq, target - seq.num_computed_tokens)]) is None:
                 del self._live[live.moments.index]
-                self._end(live, "pool", f"request {live.request.request_id}: no room to grow to {target} tokens")
+                self._cut(live, target, now)
                 continue
             if target > seq.num_computed_tokens:
                 done.append((seq, target))
         if done:
             self.allocator.commit(done)
+
+    def _cut(self, live: _Live, target: int, now: float) -> None:
+        """No room to grow: tokens that were to come since it last grew never come, and its last is the one before."""
+        seq = live.seq
+        while seq.num_tokens > seq.num_computed_tokens + 1:
+            seq.pop()
+        live.ended_s = now
+        live.last_s = _moment_of(live.moments, seq.num_tokens - seq.num_prompt_tokens)
+        self._end(live, "pool", f"request {live.request.request_id}: no room to grow to {target} tokens")
 
     def _end(self, live: _Live, end: str, message: str) -> None:
         self.allocator.release([live.seq], Release.FINISH)
@@ -184,9 +201,12 @@ class FixedReplay:
     def _finish(self, live: _Live, end: str, message: str) -> None:
         moments, request = live.moments, live.request
         generated = 0 if end == "rejected" else live.seq.num_tokens - live.seq.num_prompt_tokens
+        cut = max(max(request.num_output_tokens, 1) - generated, 0)
+        last_s = moments.last_s if live.last_s is None else live.last_s
         if end != "rejected":
-            times = TokenTimes(moments.arrival_s, moments.first_s, moments.last_s, moments.output_tokens)
-            self.record.latencies.served(times, whole=end == "stop")
+            self.record.latencies.served(
+                TokenTimes(moments.arrival_s, moments.first_s, last_s, generated), whole=cut == 0
+            )
         self.record.output_tokens += generated
         self.record.requests.append(
             RequestRow(
@@ -203,14 +223,14 @@ class FixedReplay:
                 readmissions=0,
                 readmitted_hit_tokens=0,
                 output_tokens=generated,
-                cut_output_tokens=max(max(request.num_output_tokens, 1) - generated, 0),
+                cut_output_tokens=cut,
                 preemptions=0,
                 recomputed_tokens=0,
                 swapped_tokens=0,
                 admitted_s=None if end == "rejected" else moments.admitted_s,
                 first_token_s=None if end == "rejected" else moments.first_s,
-                last_token_s=None if end == "rejected" else moments.last_s,
-                end_s=moments.end_s,
+                last_token_s=None if end == "rejected" else last_s,
+                end_s=moments.end_s if live.ended_s is None else live.ended_s,
                 end=end,
                 message=message,
             )
@@ -262,3 +282,14 @@ def _generated(moments: Moments, now: float) -> int:
         return moments.output_tokens
     share = max(now - moments.first_s, 0.0) / (moments.last_s - moments.first_s)
     return 1 + int(share * (moments.output_tokens - 1))
+
+
+def _moment_of(moments: Moments, token: int) -> float:
+    """When output token number `token` came, from 1: the other way round from `_generated`.
+
+    >>> _moment_of(Moments(0, 0.0, 1.0, 2.0, 6.0, 6.0, 5), 3)
+    4.0
+    """
+    if moments.output_tokens < 2:
+        return moments.first_s
+    return moments.first_s + (token - 1) / (moments.output_tokens - 1) * (moments.last_s - moments.first_s)

@@ -134,6 +134,7 @@ def summarise(
     whole, half = count_hits(rows), count_hits([row for row in rows if row.index >= len(rows) // 2])
     served = [row for row in rows if row.end != "rejected"]
     span = record.duration_s - min((row.arrival_s for row in rows), default=0.0)
+    clocked = 0.0 if config.engine.clock == "fixed" else span  # events of a fixed clock take no time: no shares of it
     admitted = requests[requests["admitted"]]
     token_bytes = config.pool.shape.bytes_per_token * cell.workload.tokens_per_id
     return {
@@ -173,9 +174,9 @@ def summarise(
         "duration_s": span,
         "output_tokens_per_s": metrics.ratio(record.output_tokens, span),
         "requests_per_s": metrics.ratio(len(served), span),
-        "gpu_share": metrics.ratio(record.gpu_s, span),
-        "host_share": metrics.ratio(record.host_s, span),
-        "prefill_share": metrics.ratio(record.prefill_s, span),
+        "gpu_share": metrics.ratio(record.gpu_s, clocked),
+        "host_share": metrics.ratio(record.host_s, clocked),
+        "prefill_share": metrics.ratio(record.prefill_s, clocked),
         **record.latencies.summary(span),
         **metrics.summarise_steps(record.steps, pages, size, token_bytes),  # type: ignore[arg-type]  # same fields
     }
