@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 from kvarena.kernels._direct import Descriptors, Grid, Run, direct_launcher, with_descriptors
+from kvarena.kernels._numbers import ceil_div as ceil_div
+from kvarena.kernels._numbers import next_power_of_two as next_power_of_two
 from kvarena.kernels.page_table import PageTable
 from torch import Tensor
 
@@ -282,14 +284,6 @@ def is_power_of_two(number: int) -> bool:
 def log2(number: int) -> int:
     """Exponent of a power of two."""
     return number.bit_length() - 1
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def next_power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvarena.kernels._launch import ceil_div, next_power_of_two
+from kvarena.kernels._numbers import ceil_div, next_power_of_two
 
 BOX_ROWS = 64  # pages of this many tokens hold whole blocks of keys, which a descriptor (TMA) fetches in one piece
 MAX_PROGRAMS = 16384  # splits stop here: wide tables of short requests would launch mostly empty programs
