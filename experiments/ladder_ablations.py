@@ -25,7 +25,7 @@ from kvarena.allocators.config import Design, design
 from kvarena.allocators.free_queue import FreeQueue
 from kvarena.allocators.general import GeneralAllocator
 from kvarena.allocators.interface import Commit, Reservation, Sequence
-from kvarena.experiments import metrics
+from kvarena.experiments import metrics, partial
 from kvarena.experiments.config import SCHEMA_VERSION, Config, apply_sets, config_from_mapping
 from kvarena.experiments.loading import load_workloads
 from kvarena.experiments.outputs import refuse_other_options
@@ -102,12 +102,10 @@ def ablations(
     specs = [_spec(name) for name in DESIGNS]
     config = config_from_mapping(apply_sets({**base, "allocators": specs}, sets))
     _refuse_other(Path(out), config)
+    partial.refuse_other_partial(partial.partial_folder(Path(out)))
     workloads = load_workloads(config)
-    rows = []
-    for cell in plan(config, workloads, config.entries()):
-        if tick is not None:
-            tick(f"{cell.entry.name}, pool {cell.pool_bytes:,} bytes")
-        rows.append(_row(cell, config))
+    cells = plan(config, workloads, config.entries())
+    rows = _rows(cells, config, Path(out), tick)
     trace = workloads[0].trace
     manifest = {
         "kind": "ablations",
@@ -120,6 +118,24 @@ def ablations(
     made = Ablations(manifest, pd.DataFrame(rows), pd.DataFrame(list(time_removals(lengths))))
     save(made, Path(out))
     return made
+
+
+def _rows(cells: list[Cell], config: Config, out: Path, tick: Callable[[str], None] | None) -> list[dict[str, Any]]:
+    """A row a cell; when interrupted, those that had finished are kept beside `out`."""
+    rows: list[dict[str, Any]] = []
+    try:
+        for cell in cells:
+            if tick is not None:
+                tick(f"{cell.entry.name}, pool {cell.pool_bytes:,} bytes")
+            rows.append(_row(cell, config))
+    except KeyboardInterrupt:
+        names = [
+            partial.cell_name({"seed": c.workload.seed, "pool_bytes": c.pool_bytes, "allocator": c.entry.name})
+            for c in cells
+        ]
+        tables = {"ablations": pd.DataFrame(rows)}
+        raise partial.keep_tables(out, "ablations", tables, names[: len(rows)], names[len(rows) :]) from None
+    return rows
 
 
 def _spec(name: str) -> dict[str, Any]:
@@ -221,6 +237,7 @@ def save(made: Ablations, folder: Path) -> None:
 def load_ablations(path: Path | str) -> Ablations:
     """Read finished ablations. Raises ValueError when they are none, or not whole."""
     folder = Path(path)
+    partial.refuse_partial(folder)
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         table, removal = (pd.read_csv(folder / f"{name}.csv") for name in ("ablations", "removal"))
