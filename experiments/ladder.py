@@ -5,7 +5,8 @@
     OUT/attribution.csv    a row a pool, metric and rung: exact Shapley share, whole tokens, and its range
     OUT/interactions.csv   a row a pool, metric and pair of rungs
     OUT/subsets.csv        a row a pool and subset: what was counted
-    OUT/times.csv          allocator time, measured: the one table that another run does not repeat
+    OUT/times.csv          allocator time, attributed alike, with its spread over rounds
+    OUT/rounds.json        that time as measured, a subset and round: what another run does not repeat
     OUT/figures/           waterfall and interactions
     OUT/sweep/             the cells; a ladder that was killed goes on where it stopped
 
@@ -15,6 +16,7 @@ Every subset is run by the general form; its ends are run by the fast forms too,
 from __future__ import annotations
 
 import json
+import sys
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -35,6 +37,7 @@ from kvarena.experiments.ladder_plan import (
     begin_ladder,
     plan_ladder,
 )
+from kvarena.experiments.ladder_times import Times, measured, medians
 from kvarena.experiments.loading import Workload, load_workloads
 from kvarena.experiments.pools import plan as plan_pools
 from kvarena.experiments.pools import pool_sizes
@@ -52,7 +55,7 @@ METRICS: dict[str, tuple[str, bool]] = {
     "concurrency": ("requests", False),
     "preemptions": ("times", True),
 }
-TIME = "allocator_us"  # microseconds a request, measured
+TIME = "allocator_us"  # microseconds of CPU a request in the general form, measured
 COUNTS = ("hit_tokens", "prompt_tokens", "evicted_pages")
 
 
@@ -126,11 +129,13 @@ def ladder(
     sets: Sequence[str] = (),
     jobs: int | None = None,
     ray: str | None = None,
+    rounds: int = 3,
     progress: bool = False,
 ) -> Ladder:
     """Walk from one design to another over a config of `kvarena compare` or `kvarena run`, and write the folder `out`.
 
     groups, extra  see `plan_ladder`; jobs, ray as in `sweep`
+    rounds  of the allocator's time (`ladder_times.py`); 0: as the sweep measured it once, without a spread
 
     Raises ValueError for a wrong config, a failed cell, or a ladder with other options in `out`; AllocatorError where a
     fast form decides otherwise than the general one.
@@ -144,7 +149,9 @@ def ladder(
     if done.failures:
         key, failure = next(iter(done.failures.items()))
         raise ValueError(f"ladder: cell {failure['point']} failed: {failure['error']} (sweep/failed/{key}.json)")
-    made = _attribute(plan, _counts(plan, done), resolved, workloads)
+    tick = (lambda text: print(text, file=sys.stderr, flush=True)) if progress else None
+    times = measured(folder, plan, workloads, rounds, tick) if rounds else {}
+    made = _attribute(plan, _counts(plan, done), resolved, workloads, times)
     path = workloads[0].trace.path
     inputs = [path] if path is not None and path.is_file() else []
     made.provenance = provenance([workload.seed for workload in workloads], inputs, started)
@@ -227,7 +234,9 @@ def _count(
 # --- attributing ---
 
 
-def _attribute(plan: LadderPlan, counts: dict[str, Any], resolved: dict[str, Any], workloads: list[Workload]) -> Ladder:
+def _attribute(
+    plan: LadderPlan, counts: dict[str, Any], resolved: dict[str, Any], workloads: list[Workload], timed: Times
+) -> Ladder:
     pools = sorted(counts[plan.cells[0].key])
     shares: list[dict[str, Any]] = []
     times: list[dict[str, Any]] = []
@@ -236,12 +245,13 @@ def _attribute(plan: LadderPlan, counts: dict[str, Any], resolved: dict[str, Any
     for pool in pools:
         cells = [counts[cell.key][pool] for cell in plan.cells]
         subsets += [_subset_row(plan, pool, mask, cell) for mask, cell in enumerate(cells)]
-        for metric in (*METRICS, TIME):
+        for metric in METRICS:
             values = [cell[metric] for cell in cells]
-            (times if metric == TIME else shares).extend(_share_rows(plan, pool, metric, values))
-            if metric != TIME:
-                pairs += _pair_rows(plan, pool, metric, values)
+            shares += _share_rows(plan, pool, metric, values)
+            pairs += _pair_rows(plan, pool, metric, values)
+        times += _time_rows(plan, pool, timed.get(pool), [cell[TIME] for cell in cells])
     manifest = _manifest(plan, pools, resolved, workloads)
+    manifest["time_rounds"] = len(next(iter(timed.values()), ()))
     manifest["checks"] = [_check(plan, pool, counts) for pool in pools]
     table = pd.DataFrame(pairs, columns=["pool_bytes", "metric", "a", "b", "value"])  # one rung has no pairs
     return Ladder(manifest, pd.DataFrame(shares), table, pd.DataFrame(subsets), pd.DataFrame(times))
@@ -273,6 +283,23 @@ def _share_rows(plan: LadderPlan, pool: int, metric: str, values: list[Fraction]
                 "high": float(max(added)),
             }
         )
+    return rows
+
+
+def _time_rows(
+    plan: LadderPlan, pool: int, rounds: list[list[float]] | None, once: list[Fraction]
+) -> list[dict[str, Any]]:
+    """As `_share_rows`, of medians over rounds, with the range of single rounds; of one measurement without them."""
+    if rounds is None:
+        nothing = {"spread_low": None, "spread_high": None, "within_noise": None}
+        return [{**row, **nothing} for row in _share_rows(plan, pool, TIME, once)]
+    single = [[float(share) for share in shapley([Fraction(value) for value in times])] for times in rounds]
+    typical = medians(rounds)
+    rows = _share_rows(plan, pool, TIME, [Fraction(value) for value in typical])
+    for place, row in enumerate(rows):
+        low, high = (f(times[place] for times in single) for f in (min, max))
+        row.update(spread_low=low, spread_high=high, within_noise=low <= 0 <= high)
+        row.update(lower_us=typical[0], upper_us=typical[-1])
     return rows
 
 

@@ -47,6 +47,9 @@ def ladder(
     outputs: Annotated[str | None, typer.Option(help="none or replay.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes at once; default: one a core.", min=1)] = None,
     ray: Annotated[str | None, typer.Option(help="'local', or the address of a Ray cluster.")] = None,
+    rounds: Annotated[
+        int, typer.Option(help="Rounds of the allocator's time; 0: only what the counting runs took.", min=0)
+    ] = 3,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any config field; repeatable.")
     ] = None,
@@ -82,6 +85,7 @@ def ladder(
         sets=sets,
         jobs=jobs,
         ray=ray,
+        rounds=rounds,
         progress=not quiet,
     )
     print(f"ladder in {out}", file=sys.stderr)

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvarena.experiments.budget import format_bytes
-from kvarena.experiments.ladder import METRICS, Ladder
+from kvarena.experiments.ladder import METRICS, TIME, Ladder
 from kvarena.experiments.outputs import refuse_other_figures, source_of
 from kvarena.experiments.style import STYLE, add_footer, printable, save_figure
 
 if TYPE_CHECKING:
     from kvarena.experiments.ladder_ablations import Ablations
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 UP, DOWN, END = "#0072B2", "#E69F00", "#444444"
 SCALES = {"token_hit_rate": (100.0, "token hit rate (%)"), "hit_tokens": (1.0, "hit tokens")}
@@ -72,6 +73,61 @@ def _end(ax: Axes, place: int, value: float) -> None:
     ax.plot([value], [place], marker="D", color=END, markersize=5, zorder=3)
     text = f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
     ax.annotate(text, (value, place), xytext=(7, 0), textcoords="offset points", va="center", fontsize=7)
+
+
+SHARES = {
+    "token_hit_rate": (100.0, "token hit rate (points)"),
+    "concurrency": (1.0, "live requests, mean"),
+    "preemptions": (1.0, "preemptions"),
+    TIME: (1.0, "allocator time (us of CPU a request)"),
+}
+
+
+def plot_shares(made: Ladder, ax: Axes | None = None, metric: str = TIME, pool: int | None = None) -> Axes:
+    """Each rung's share of the difference in one metric, as a bar from 0. Whiskers: of the measured time, the range of
+    single rounds (grey bars: it holds zero); of what is counted, what the rung adds in any setting of the others."""
+    if metric not in SHARES:
+        raise ValueError(f"metric: expected one of {', '.join(SHARES)}, found {metric!r}")
+    ax = _axes((4.6, 1.0 + 0.3 * len(made.rungs))) if ax is None else ax
+    scale, name = SHARES[metric]
+    table = made.of(metric, pool)
+    ends = ("spread_low", "spread_high") if metric == TIME else ("low", "high")
+    for place, row in enumerate(table.to_dict("records")):
+        value, low, high = (
+            scale * (row[part] if row.get(part) is not None else row["value"]) for part in ("value", *ends)
+        )
+        colour, hatch = (UP, "") if value >= 0 else (DOWN, "////")
+        colour = "#BBBBBB" if metric == TIME and row.get("within_noise") is True else colour
+        ax.barh(place, value, height=0.62, color=colour, hatch=hatch, edgecolor="white", linewidth=0, zorder=2)
+        ax.plot([low, high], [place, place], color="#444444", linewidth=0.8, marker="|", markersize=5, zorder=3)
+    ax.axvline(0, color="#444444", linewidth=0.8)
+    if not table[["value", *ends]].fillna(0).astype(bool).any(axis=None):
+        ax.set_xlim(-1, 1)
+        ax.set_xticks([0])
+        ax.text(0.5, 0.5, "no difference", transform=ax.transAxes, ha="center", va="center", color="#777777")
+    ax.set_yticks(range(len(table)), [_folded(rung, 26) for rung in table["rung"]])
+    ax.set_ylim(len(table) - 0.4, -0.6)
+    if metric == "preemptions" and made.manifest["of"] == "compare":
+        name = "requests ended early"
+    ax.set_xlabel(name)
+    ax.grid(axis="y", visible=False)
+    return ax
+
+
+def plot_metrics(made: Ladder, pool: int | None = None) -> Figure:
+    """Shares of all four metrics side by side, rungs in rows."""
+    import matplotlib.pyplot as plt
+
+    figure: Any = plt.figure(figsize=(7.0, 1.5 + 0.32 * len(made.rungs)), layout="constrained")
+    panels = figure.subplots(1, len(SHARES), sharey=True)
+    for ax, metric in zip(panels, SHARES, strict=True):
+        plot_shares(made, ax, metric, pool)
+        ax.set_xlabel(ax.get_xlabel().replace(" (", "\n("), fontsize=7)
+        ax.tick_params(axis="x", labelsize=6.5)
+        if len(ax.get_xticks()) > 1:
+            ax.locator_params(axis="x", nbins=4)
+    figure.suptitle(_title(made, pool), x=0.01, ha="left", fontsize=9)
+    return figure
 
 
 def plot_interactions(
@@ -145,7 +201,7 @@ def footer(made: Ladder) -> str:
 
 
 def write_figures(made: Ladder, folder: Path, force: bool = True) -> list[Path]:
-    """Waterfall and interactions as PDF, SVG and PNG; the same ladder gives the same bytes.
+    """Waterfall, interactions and all metrics as PDF, SVG and PNG; the same ladder gives the same bytes.
 
     Raises ValueError when other figures are there, unless `force`.
     """
@@ -154,12 +210,14 @@ def write_figures(made: Ladder, folder: Path, force: bool = True) -> list[Path]:
 
     source = source_of("ladder", made.manifest["config"], made.manifest["ends"], made.manifest["rungs"])
     if not force:
-        refuse_other_figures(folder, ("waterfall", "interactions"), source)
+        refuse_other_figures(folder, ("waterfall", "interactions", "metrics"), source)
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
+    plots = {"waterfall": plot_waterfall, "interactions": plot_interactions, "metrics": plot_metrics}
     with mpl.rc_context(STYLE):
-        for name, plot in (("waterfall", plot_waterfall), ("interactions", plot_interactions)):
-            figure: Any = plot(made).get_figure()
+        for name, plot in plots.items():
+            drawn: Any = plot(made)
+            figure = drawn if name == "metrics" else drawn.get_figure()
             put_footer(figure, footer(made))
             paths += save_figure(figure, folder / name, source=source)
             plt.close(figure)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvarena.experiments.budget import format_bytes
 from kvarena.experiments.ladder import TIME, Ladder
 from kvarena.experiments.style import printable
+from kvarena.experiments.tables import NOISE
 
 if TYPE_CHECKING:
     from kvarena.experiments.ladder_ablations import Ablations
@@ -34,7 +35,7 @@ def _attribution(made: Ladder, pool: int) -> Table:
         f"pool {format_bytes(pool)}, {2 ** len(made.rungs)} subsets"
     )
     thrown = "preemptions" if manifest["of"] == "run" else "early ends"
-    heads = ("hit tokens", "points", "from..to, points", "concurrency", thrown, "allocator us a request, measured")
+    heads = ("hit tokens", "points", "from..to, points", "concurrency", thrown, "allocator us a request (rounds)")
     table.add_column("rung")
     table.add_column("from -> to")
     for head in heads:
@@ -51,7 +52,7 @@ def _attribution(made: Ladder, pool: int) -> Table:
             f"{100 * rate['low']:+.2f}..{100 * rate['high']:+.2f}",
             f"{row['concurrency']['value']:+.3f}",
             f"{int(row['preemptions']['whole']):+,}",
-            f"{row[TIME]['value']:+.1f}",
+            _time(row[TIME]),
         )
     table.add_section()
     totals = {name: part["value"].sum() for name, part in parts.items()}
@@ -67,8 +68,28 @@ def _attribution(made: Ladder, pool: int) -> Table:
     )
     low, high = (100 * made.end("token_hit_rate", upper=upper, pool=pool) for upper in (False, True))
     notes = [f"token hit rate {low:.3f} % to {high:.3f} %", f"outputs: {manifest['visible']['outputs']}", made.unit]
+    notes.append(_how_timed(made, parts[TIME]))
     table.caption = "; ".join(note for note in notes if note)
     return table
+
+
+def _time(row: Any) -> str:
+    """The share, the range of single rounds, and a mark where that holds zero."""
+    if row.get("spread_low") != row.get("spread_low") or row.get("spread_low") is None:
+        return f"{row['value']:+.1f}"
+    noise = NOISE if row["within_noise"] else ""
+    return f"{row['value']:+,.0f} ({row['spread_low']:+,.0f}..{row['spread_high']:+,.0f}){noise}"
+
+
+def _how_timed(made: Ladder, rows: Any) -> str:
+    rounds = made.manifest.get("time_rounds", 0)
+    if not rounds:
+        return "time: measured once on the wall clock, no spread known"
+    marked = f"; {NOISE.strip()}: within noise" if rows["within_noise"].any() else ""
+    low, high = rows["lower_us"].iloc[0], rows["upper_us"].iloc[0]
+    return (
+        f"time: CPU of the general form, {low:,.0f} to {high:,.0f} us, medians of {rounds} rounds (their range){marked}"
+    )
 
 
 def _ends(fields: dict[str, list[Any]]) -> str:

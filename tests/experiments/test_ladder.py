@@ -8,14 +8,16 @@ import shutil
 import tomllib
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
 from kvarena.allocators.config import GENERAL, design
-from kvarena.experiments.ladder import TIME, Ladder, ladder, load_ladder, read_base
+from kvarena.experiments.ladder import TIME, Ladder, _time_rows, ladder, load_ladder, read_base
 from kvarena.experiments.ladder_plan import LOWER_FAST, MAX_RUNGS, REST, UPPER_FAST, UPPER_WHOLE, plan_ladder
-from kvarena.experiments.ladder_plots import plot_interactions, plot_waterfall
+from kvarena.experiments.ladder_plots import plot_interactions, plot_metrics, plot_shares, plot_waterfall
+from kvarena.experiments.ladder_tables import ladder_tables
 from kvarena.experiments.traces.base import Visible
 from support.traces import public_file
 from typer.testing import CliRunner
@@ -368,3 +370,40 @@ def test_the_shipped_config_is_a_ladder_through_the_engine() -> None:
     plan = plan_ladder(base, SEEN, lower=asked["from"], upper=asked["to"], groups=asked["fields"], extra=extra)
     assert plan.kind == "run"
     assert {"result_lag", "order", "hash_unit"} <= {rung.name for rung in plan.rungs}
+
+
+def test_time_is_a_median_of_rounds_with_their_range_and_marks_what_is_noise(made: Ladder) -> None:
+    assert made.manifest["time_rounds"] == 3
+    times = made.of(TIME)
+    assert (times["spread_low"] <= times["spread_high"]).all()
+    assert (times["within_noise"] == ((times["spread_low"] <= 0) & (times["spread_high"] >= 0))).all()
+    assert times["value"].sum() == pytest.approx((times["upper_us"] - times["lower_us"]).iloc[0])
+    assert (times["lower_us"] > 0).all()
+
+
+def test_time_shares_come_from_what_each_round_measured() -> None:
+    """Two rungs, worked out by hand: the first is worth 10 us in either setting, the second nothing but noise."""
+    rounds = [[100.0, 110.0, 101.0, 111.0], [100.0, 110.0, 99.0, 109.0], [100.0, 110.0, 100.0, 110.0]]
+    plan = SimpleNamespace(rungs=[SimpleNamespace(name="dear"), SimpleNamespace(name="idle")])
+    dear, idle = _time_rows(plan, 1, rounds, [])  # type: ignore[arg-type]
+    assert (dear["value"], dear["spread_low"], dear["spread_high"], dear["within_noise"]) == (10.0, 10.0, 10.0, False)
+    assert (idle["value"], idle["spread_low"], idle["spread_high"], idle["within_noise"]) == (0.0, -1.0, 1.0, True)
+    assert (dear["lower_us"], dear["upper_us"]) == (100.0, 110.0)
+
+
+def test_without_rounds_the_time_says_that_it_was_measured_once(tmp_path: Path) -> None:
+    once = ladder(CHAT, tmp_path / "once", groups=["duplicates"], jobs=1, rounds=0)
+    assert once.of(TIME)["spread_low"].isna().all()
+    text = "\n".join(str(table.caption) for table in ladder_tables(once))
+    assert "measured once on the wall clock, no spread known" in text
+
+
+def test_bars_of_every_metric_have_the_shares_and_the_whiskers_of_the_tables(made: Ladder) -> None:
+    for metric in ("token_hit_rate", "concurrency", "preemptions", TIME):
+        ax = plot_shares(made, metric=metric)
+        scale = 100 if metric == "token_hit_rate" else 1
+        widths = [bar.get_width() for bar in ax.patches]
+        assert widths == pytest.approx([scale * value for value in made.of(metric)["value"]])
+    assert len(plot_metrics(made).axes) == 4
+    with pytest.raises(ValueError, match="metric: expected one of"):
+        plot_shares(made, metric="latency")
