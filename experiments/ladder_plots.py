@@ -104,7 +104,8 @@ def plot_shares(made: Ladder, ax: Axes | None = None, metric: str = TIME, pool: 
     if not table[["value", *ends]].fillna(0).astype(bool).any(axis=None):
         ax.set_xlim(-1, 1)
         ax.set_xticks([0])
-        ax.text(0.5, 0.5, "no difference", transform=ax.transAxes, ha="center", va="center", color="#777777")
+        words = {"ha": "center", "va": "center", "color": "#777777", "bbox": {"facecolor": "white", "linewidth": 0}}
+        ax.text(0.5, 0.5, "no difference", transform=ax.transAxes, **words)
     ax.set_yticks(range(len(table)), [_folded(rung, 26) for rung in table["rung"]])
     ax.set_ylim(len(table) - 0.4, -0.6)
     if metric == "preemptions" and made.manifest["of"] == "compare":
