@@ -215,6 +215,7 @@ class TokenAllocator(KVAllocator):
 
     def capacity(self) -> Capacity:
         """Pages by state. O(live sequences x tree nodes on their paths)."""
+        self._write_rows()
         free, evictable = self._free.count, self.tree.evictable_pages
         rows = self._rows.values()
         slots = sum(len(row.page_ids) * self.page_size - row.seq.num_computed_tokens for row in rows)
@@ -241,9 +242,11 @@ class TokenAllocator(KVAllocator):
 
     def check(self) -> None:
         """Recompute every derived field; AllocatorError with a full dump. O(pages + nodes)."""
+        self._write_rows()
         verify(self)
 
     def __repr__(self) -> str:
+        self._write_rows()
         return describe(self)
 
     # --- decode batches ---
@@ -286,6 +289,8 @@ class TokenAllocator(KVAllocator):
         row = self._rows.get(seq.request_id)
         if row is None or row.seq is not seq:
             raise ValueError(f"request {seq.request_id!r} is not live here")
+        if row.batch is not None:
+            row.batch.write_rows()
         return row
 
     def _find(self, seq: Sequence, num_tokens: int) -> tuple[Node, array[int], int]:
@@ -300,9 +305,15 @@ class TokenAllocator(KVAllocator):
         if row is None or row.seq is not seq:
             return self._row(seq)  # raises
         if row.batch is not None:
+            row.batch.write_rows()
             row.batch.stale = True
             row.batch = None
         return row
+
+    def _write_rows(self) -> None:
+        """All rows as they would be without batches."""
+        for batch in {row.batch for row in self._rows.values()} - {None}:
+            batch.write_rows()
 
     def _fits(self, seq: Sequence, hit_pages: int, gate: Gate) -> bool:
         """Whether `seq` fits behind its hit, with the hit held."""

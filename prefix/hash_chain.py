@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
 from itertools import takewhile
+from operator import itemgetter
 from typing import Any
 
 from kvarena.prefix.page_text import TOKEN_BYTES, HashFn, PageText, encode, resolve_hash
@@ -46,7 +48,10 @@ class PageChain:
         text = self.text
         if self._extra_keys != extra_keys or text.namespace != namespace or text.scope != encode(namespace):
             return False
-        return text.raw is None or token_ids[: len(text.raw) // TOKEN_BYTES].tobytes() == text.raw
+        num_tokens = 0 if text.raw is None else len(text.raw) // TOKEN_BYTES
+        if not num_tokens or text.raw is None:
+            return True
+        return len(token_ids) >= num_tokens and text.raw.startswith(memoryview(token_ids)[:num_tokens])
 
     def extend(self, token_ids: array[int], num_pages: int) -> None:
         """Add keys until `num_pages` whole pages have one. `token_ids` must hold that many pages."""
@@ -89,7 +94,7 @@ class HashChainIndex:
         self.duplicates = 0  # pages whose content an earlier page holds too
         self._texts: list[PageText | None] = [None] * (num_pages + 1)
         self._positions = [0] * (num_pages + 1)
-        self._numbers: list[int] = []
+        self._numbers: tuple[int, ...] = ()
         self._first: dict[Key, int] = {}  # the earliest inserted page under a key
         self._later: dict[Key, dict[int, None]] = {}  # those after it, in insertion order; rare
 
@@ -111,8 +116,12 @@ class HashChainIndex:
 
     def _look_up(self, keys: list[Key]) -> list[int]:
         """The earliest inserted page under each key, up to the first key without one."""
+        first = self._first
+        if len(keys) > 1 and keys[-1] in first:  # then it is nearly always all of them
+            with suppress(KeyError):
+                return list(itemgetter(*keys)(first))
         found: list[int] = []
-        for page in map(self._first.get, keys):
+        for page in map(first.get, keys):
             if page is None:
                 break
             found.append(page)
@@ -120,20 +129,22 @@ class HashChainIndex:
 
     def _confirmed(self, text: PageText, pages: list[int]) -> bool:
         """Do these pages hold this text, each at its place? One byte compare for each source they come from."""
-        positions, texts = self._positions, self._texts
-        numbers = self._counted(len(pages))[: len(pages)]
-        if [positions[page] for page in pages] != numbers:
+        count, last = len(pages), pages[-1:]
+        if count < 2:
+            return all(self._holds(page, text, 0) for page in last)
+        held_by, numbers = itemgetter(*pages), self._counted(count)[:count]
+        if held_by(self._positions) != numbers:
             return False
-        last_page_of = dict(zip([texts[page] for page in pages], numbers, strict=True))
-        for own, last in last_page_of.items():
-            if own is None or not own.same_prefix(text, (last + 1) * self.page_bytes, last + 1):
-                return False
-        return True
+        sources = held_by(self._texts)
+        if sources[0] is sources[-1] and sources.count(sources[0]) == count:
+            return bool(sources[0].same_prefix(text, count * self.page_bytes, count))
+        ends = dict(zip(sources, numbers, strict=True))
+        return all(own.same_prefix(text, (end + 1) * self.page_bytes, end + 1) for own, end in ends.items())
 
-    def _counted(self, count: int) -> list[int]:
+    def _counted(self, count: int) -> tuple[int, ...]:
         """0, 1, 2 ... `count` or beyond, always the same int objects: they compare by identity and are stored once."""
         if len(self._numbers) < count:
-            self._numbers.extend(range(len(self._numbers), 2 * count))
+            self._numbers += tuple(range(len(self._numbers), 2 * count))
         return self._numbers
 
     def _match_through_collisions(self, chain: PageChain, limit: int) -> list[int]:

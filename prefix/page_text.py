@@ -125,7 +125,7 @@ class PageText:
             return self.raw is other.raw
         if (self.extras or other.extras) and self._extras_before(num_pages) != other._extras_before(num_pages):
             return False
-        return len(self.raw) >= num_bytes and self.raw.startswith(other.raw[:num_bytes])
+        return len(self.raw) >= num_bytes and self.raw.startswith(memoryview(other.raw)[:num_bytes])
 
     def _extras_before(self, num_pages: int) -> list[tuple[int, bytes, tuple[Any, ...]]]:
         return [item for item in self.extras if item[0] < num_pages]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvarena.allocators.interface import Release, Sequence
-from kvarena.experiments.bench.alloc_ops import Timed, allocator, prefill, prompts
+from kvarena.experiments.bench.alloc_ops import Timed, allocator, prefill, sequences_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,7 +66,7 @@ def prefill_step(design: str, page_size: int, table: str) -> Timed:
     """The step that brings a new prompt of 8,192 tokens."""
     owner = allocator({"kind": design, "page_size": page_size})
     adapter = _adapter(owner, table, max_requests=256)
-    fresh = prompts(PREFILL_TOKENS)
+    fresh = sequences_of(PREFILL_TOKENS)
     live: list[Sequence] = []
 
     def before() -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 from kvarena.allocators.config import make_allocator
 from kvarena.allocators.free_slots import FreePages
 from kvarena.allocators.interface import KVAllocator, Release, Sequence
+from kvarena.experiments.bench.alloc_load import Prompt
 from kvarena.prefix.radix_tree import Node, RadixTree
 
 TOKEN_BYTES = 4
@@ -50,26 +51,22 @@ class Op:
     page_size: int
     make: Callable[[], Timed]
 
-    def measure(self, samples: int) -> list[float]:
-        """Microseconds an operation, one value a sample. The first, cold one is dropped."""
-        timed = self.make()
-        timed.sample()
-        return [timed.sample() for _ in range(samples)]
-
 
 def allocator(spec: dict[str, Any], tokens: int = POOL_TOKENS) -> KVAllocator:
     """An allocator with a pool of that many tokens."""
     return make_allocator(spec, num_pages=tokens // spec["page_size"])
 
 
-def prompts(length: int) -> Callable[[], Sequence]:
+def prompts(length: int) -> Callable[[], Prompt]:
+    """A source of prompts of that length that share no prefix."""
+    rng = np.random.default_rng(0)
+    return lambda: rng.integers(0, 2**30, length, dtype=np.int32)
+
+
+def sequences_of(length: int) -> Callable[[], Sequence]:
     """A source of sequences of that length that share no prefix."""
-    rng, numbers = np.random.default_rng(0), itertools.count()
-
-    def fresh() -> Sequence:
-        return Sequence(f"p{next(numbers)}", rng.integers(0, 2**30, length, dtype=np.int32))
-
-    return fresh
+    fresh, numbers = prompts(length), itertools.count()
+    return lambda: Sequence(f"p{next(numbers)}", fresh())
 
 
 def prefill(owner: KVAllocator, seq: Sequence) -> None:
@@ -112,18 +109,19 @@ def lookup(spec: dict[str, Any], length: int, *, keys_known: bool) -> Timed:
     """Match a cached prompt, as a queue that sorts by hits does.
 
     Keys known: the sequence was looked up before, as the real package keeps the hashes of a request; else a new
-    sequence is looked up each time, which the hashed form has to hash first.
+    sequence is made of the tokens each time, which the hashed form has to hash first.
     """
-    owner = allocator(spec)
-    seq = prompts(length)()
+    owner, tokens = allocator(spec), prompts(length)()
+    seq = Sequence("p", tokens)
     prefill(owner, seq)
     owner.release([seq], Release.FINISH)
     numbers = itertools.count()
+    if not keys_known:
+        return Timed(lambda: tokens, lambda ids: owner.match(Sequence(f"q{next(numbers)}", ids)))
 
     def before() -> Sequence:
-        again = Sequence(f"q{next(numbers)}", seq.token_ids)
-        if keys_known:
-            owner.match(again)
+        again = Sequence(f"q{next(numbers)}", tokens)
+        owner.match(again)
         return again
 
     return Timed(before, owner.match)
@@ -132,7 +130,7 @@ def lookup(spec: dict[str, Any], length: int, *, keys_known: bool) -> Timed:
 def release_pages(spec: dict[str, Any], num_pages: int, times: int = 32) -> Timed:
     """Release a request of that many full pages, one after the other; they stay cached."""
     owner = allocator(spec)
-    fresh = prompts(num_pages * spec["page_size"])
+    fresh = sequences_of(num_pages * spec["page_size"])
 
     def before() -> list[list[Sequence]]:
         live = [[fresh()] for _ in range(times)]
@@ -148,23 +146,26 @@ def release_pages(spec: dict[str, Any], num_pages: int, times: int = 32) -> Time
 
 
 def admit(spec: dict[str, Any], length: int) -> Timed:
-    """pin and reserve a prompt that is not cached."""
-    owner = allocator(spec)
-    fresh = prompts(length)
+    """Make a sequence of a prompt that is not cached, pin it and reserve for it."""
+    owner, fresh = allocator(spec), prompts(length)
     live: list[Sequence] = []
 
-    def before() -> Sequence:
+    def before() -> Prompt:
         owner.release(live, Release.ABORT)
-        live[:] = [fresh()]
-        return live[0]
+        live.clear()
+        return fresh()
 
-    return Timed(before, owner.admit)
+    def work(tokens: Prompt) -> None:
+        live.append(Sequence("p", tokens))
+        owner.admit(live[0])
+
+    return Timed(before, work)
 
 
 def cycle(spec: dict[str, Any], num_pages: int, pages_each: int = 64) -> Timed:
     """A request of 64 pages through all four verbs, in a pool that is full of cached requests."""
     owner = allocator(spec, num_pages * spec["page_size"])
-    fresh = prompts(pages_each * spec["page_size"])
+    fresh = sequences_of(pages_each * spec["page_size"])
 
     def serve(seq: Sequence) -> None:
         prefill(owner, seq)
@@ -181,7 +182,7 @@ def cycle(spec: dict[str, Any], num_pages: int, pages_each: int = 64) -> Timed:
 def finish(spec: dict[str, Any], prompt: int, generated: int) -> Timed:
     """The end of a request with that many tokens: publish, free, unlock."""
     owner = allocator(spec)
-    fresh = prompts(prompt)
+    fresh = sequences_of(prompt)
 
     def before() -> list[Sequence]:
         owner.reset()
@@ -210,7 +211,7 @@ def take_one(spec: dict[str, Any], times: int = 1000) -> Timed:
 def path_match(page_size: int, tokens: int, nodes: int) -> Timed:
     """Match a prompt that is stored as a path of so many nodes."""
     tree, width = RadixTree(), TOKEN_BYTES * page_size
-    seq = prompts(tokens)()
+    seq = sequences_of(tokens)()
     data = seq.token_ids.tobytes()
     pages = array("i", range(1, tokens // page_size + 1))
     node: Node = tree.root()
@@ -222,23 +223,19 @@ def path_match(page_size: int, tokens: int, nodes: int) -> Timed:
     return Timed(lambda: seq.token_ids, lambda ids: tree.match(ids.tobytes(), width))
 
 
-def tree_insert(page_size: int, tokens: int) -> Timed:
-    """Publish a prompt of which the tree has nothing."""
-    width = TOKEN_BYTES * page_size
-    fresh = prompts(tokens)
-    pages = array("i", range(1, tokens // page_size + 1))
+def insert(spec: dict[str, Any], tokens: int) -> Timed:
+    """Publish a prompt of which the tree has nothing: the commit behind its prefill."""
+    owner, fresh = allocator(spec), sequences_of(tokens)
+    live: list[Sequence] = []
 
-    def before() -> tuple[RadixTree, Node, Sequence]:
-        tree = RadixTree()
-        root = tree.root()
-        tree.lock(root)
-        return tree, root, fresh()
+    def before() -> list[tuple[Sequence, int]]:
+        owner.release(live, Release.FINISH)
+        owner.reset()
+        live[:] = [fresh()]
+        owner.admit(live[0])
+        return [(live[0], tokens)]
 
-    def work(state: tuple[RadixTree, Node, Sequence]) -> None:
-        tree, root, seq = state
-        tree.insert(root, seq.token_ids.tobytes(), width, pages)
-
-    return Timed(before, work)
+    return Timed(before, owner.commit)
 
 
 def tree_of_leaves(num_leaves: int, page_size: int, leaf_tokens: int = LEAF_TOKENS) -> Callable[[], RadixTree]:
@@ -301,7 +298,7 @@ def token_ops() -> list[Op]:
         add("take 1 page", take_one, spec)
         add("match 4,096 over 32 nodes", path_match, size, 4096, 32)
         add("match 32,768 over 256 nodes", path_match, size, 32_768, 256)
-        add("insert 4,096 new tokens", tree_insert, size, 4096)
+        add("insert 4,096 new tokens", insert, spec, 4096)
         add("admit 4,096 uncached tokens", admit, spec, 4096)
         add("finish 4,096 + 256 tokens", finish, spec, 4096, 256)
         add("decode step of 256", decode_step, spec)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 import tracemalloc
-from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvarena.experiments.bench.alloc_ops import (
     allocator,
     cycle,
     prefill,
-    prompts,
+    sequences_of,
     tree_evict,
     tree_hold,
     tree_of_leaves,
@@ -71,16 +72,37 @@ def serve(owner: KVAllocator, seq: Sequence) -> int:
     return pin.hit_tokens
 
 
-def replay_rate(contender: Contender, seqs: list[Sequence]) -> float:
-    """Requests a second of CPU time, sequences made beforehand, events off."""
+@contextmanager
+def _settled() -> Iterator[None]:
+    """What the benchmark itself keeps is not walked by collections inside the clock, neither ours nor the others'."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def _rate(serve_one: Callable[[Any], int], requests: Iterable[Any], count: int) -> float:
+    """Requests a second of CPU time, events off."""
+    with _settled():
+        start = time.process_time()
+        for request in requests:
+            serve_one(request)
+        taken = time.process_time() - start
+    return count / taken
+
+
+def replay_rate(contender: Contender, load: list[Prompt]) -> float:
+    """Requests a second of CPU time, from int32 arrays on: a sequence is made, served, and given back."""
+    owner, numbers = allocator(contender.spec, POOL_TOKENS), itertools.count()
+    return _rate(lambda prompt: serve(owner, Sequence(f"r{next(numbers)}", prompt)), load, len(load))
+
+
+def verbs_rate(contender: Contender, seqs: list[Sequence]) -> float:
+    """The four verbs alone: sequences are made beforehand."""
     owner = allocator(contender.spec, POOL_TOKENS)
     for seq in seqs:
         seq.memo = None  # page keys remembered from another run
-    gc.collect()
-    start = time.process_time()
-    for seq in seqs:
-        serve(owner, seq)
-    return len(seqs) / (time.process_time() - start)
+    return _rate(lambda seq: serve(owner, seq), seqs, len(seqs))
 
 
 def gate(load: list[Prompt]) -> None:
@@ -95,22 +117,36 @@ def gate(load: list[Prompt]) -> None:
         raise ValueError("block: the two forms found different hits; times would compare different work")
 
 
-def real_rate(load: list[Prompt], kind: str, page_size: int) -> float:
-    """The same replay through the real package of a design, from its own input form (lists of ints for vLLM, arrays of
-    int64 for SGLang); its decisions are compared with ours before it counts."""
-    prompts_in: list[Any] = [prompt.tolist() if kind == "block" else array("q", prompt.tolist()) for prompt in load]
-    real = (RealVLLM if kind == "block" else RealSGLang)(POOL_TOKENS, page_size)
-    gc.collect()
-    start = time.process_time()
-    hits = [real.serve(prompt) for prompt in prompts_in]
-    taken = time.process_time() - start
+@dataclass(frozen=True)
+class Decisions:
+    """What ours decides on a load: hits in tokens, and (free, evictable) pages at the end."""
+
+    hits: list[int]
+    room: tuple[int, int]
+
+
+def decisions(load: list[Prompt], kind: str, page_size: int) -> Decisions:
     owner = allocator({"kind": kind, "page_size": page_size}, POOL_TOKENS)
-    ours = [serve(owner, seq) for seq in sequences(load, page_size, hashes=False)]
-    if ours != hits or owner.room() != real.room():
+    hits = [serve(owner, seq) for seq in sequences(load, page_size, hashes=False)]
+    return Decisions(hits, owner.room())
+
+
+def real_rate(load: list[Prompt], kind: str, page_size: int, expected: Decisions, *, lean: bool) -> float:
+    """The same replay through the real package of a design; its decisions are compared with ours before it counts.
+
+    Not lean: as its engine calls it, from int32 arrays on. Lean: from its own input form (lists of ints for vLLM,
+    arrays of int64 for SGLang), made beforehand.
+    """
+    real = (RealVLLM if kind == "block" else RealSGLang)(POOL_TOKENS, page_size)
+    requests: list[Any] = [real.lean_input(prompt) for prompt in load] if lean else load
+    serve_one = real.serve_lean if lean else real.serve
+    hits: list[int] = []
+    rate = _rate(lambda request: hits.append(serve_one(request)) or 0, requests, len(load))
+    if Decisions(hits, real.room()) != expected:
         raise ValueError(
             f"{kind}, page size {page_size}: the real package decided otherwise; times would compare different work"
         )
-    return len(load) / taken
+    return rate
 
 
 def latencies(contender: Contender, seqs: list[Sequence]) -> dict[str, list[int]]:
@@ -209,7 +245,7 @@ def _tens(first: int, last: int) -> Iterator[int]:
 def memory(contender: Contender, num_tokens: int) -> float:
     """Bytes a cached token: a pool filled with leaves of 1,024 tokens, all memory of the allocator counted."""
     size = contender.page_size
-    fresh = prompts(1024)
+    fresh = sequences_of(1024)
     allocator(contender.spec, size)  # what it imports is no memory of its pages
     gc.collect()
     tracemalloc.start()

@@ -16,6 +16,7 @@ import platform
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -90,10 +91,15 @@ def header(effort: Effort) -> Row:
     }
 
 
-def row(study: str, name: str, design: str, page_size: int, unit: str, values: list[float]) -> Row:
-    """Median and range of a measurement, beside its yardsticks."""
+def row(
+    study: str, name: str, design: str, page_size: int, unit: str, values: list[float], here: Iterable[float] = ()
+) -> Row:
+    """Median and range of a measurement, beside its yardsticks; `here` are the real package's values in its turns."""
     value = statistics.median(values)
     mark = MARKS.get((study, name, design, page_size), Mark())
+    recorded = None if mark.real is None else _times_better(value, mark.real, unit)
+    beside = _beside(values, list(here), unit)
+    found = value if mark.absolute else beside.get("here_ratio", recorded)
     return {
         "study": study,
         "name": name,
@@ -105,30 +111,48 @@ def row(study: str, name: str, design: str, page_size: int, unit: str, values: l
         "high": max(values),
         "samples": len(values),
         "real": mark.real,
-        "ratio": _ratio(value, mark, unit),
+        "ratio": recorded,
         "must": mark.must,
         "aim": mark.aim,
         "absolute": mark.absolute,
-        "met": _met(value, mark, unit),
+        "met": _met(found, mark, unit),
+        "met_recorded": None if mark.absolute else _met(recorded, mark, unit),
+    } | beside
+
+
+def _times_better(ours: float, real: float, unit: str) -> float:
+    return ours / real if unit.startswith("requests") else real / ours
+
+
+def _beside(ours: list[float], real: list[float], unit: str) -> Row:
+    """The real package's value in the same turns, and how many times better ours is, with the range over turns."""
+    if not real:
+        return {}
+    ratios = [_times_better(mine, theirs, unit) for mine, theirs in zip(ours, real, strict=True)]
+    return {
+        "here": statistics.median(real),
+        "here_ratio": statistics.median(ratios),
+        "here_ratio_low": min(ratios),
+        "here_ratio_high": max(ratios),
     }
 
 
-def _ratio(value: float, mark: Mark, unit: str) -> float | None:
-    """How many times better than the real package."""
-    if mark.real is None:
-        return None
-    return value / mark.real if unit.startswith("requests") else mark.real / value
+def lean_of(ours: list[float], real: list[float]) -> Row:
+    """The real package's value and our ratio to it where it is called in the leanest way."""
+    found = _beside(ours, real, "us")
+    return {"lean": found["here"], "lean_ratio": found["here_ratio"]}
 
 
-def _met(value: float, mark: Mark, unit: str) -> str | None:
-    """ "aim", "must" or "no"; None where nothing is asked for."""
+def _met(found: float | None, mark: Mark, unit: str) -> str | None:
+    """ "aim", "must" or "no"; None where nothing is asked for. `found` is a ratio, or the figure itself where absolute
+    ones are asked for."""
     if mark.must is None:
         return None
+    value = found or 0.0
     more_is_better = unit.startswith("requests") or not mark.absolute
-    found = value if mark.absolute else _ratio(value, mark, unit) or 0.0
 
     def reached(wanted: float | None) -> bool:
-        return wanted is not None and (found >= wanted if more_is_better else found <= wanted)
+        return wanted is not None and (value >= wanted if more_is_better else value <= wanted)
 
     return "aim" if reached(mark.aim) else "must" if reached(mark.must) else "no"
 
@@ -151,25 +175,53 @@ def _decisions() -> list[studies.Contender]:
 def replay_rows(load: list[Prompt], effort: Effort, say: Say) -> Iterator[Row]:
     """Requests a CPU second; contenders take turns, so that a slow moment of the machine hits all of them.
 
-    Where a real package can be imported it takes its turns too: `here` is its rate in this run.
+    Where a real package can be imported it takes its turns too: `here` is its rate in this run. The input is int32
+    arrays and the real package called as its engine does; or, "verbs alone", requests made beforehand and the real
+    package called in the leanest way.
     """
+    pairs = [(c.spec["kind"], c.page_size) for c in studies.CONTENDERS]
     importable = real_kinds(say)
-    for form in ("tokens", "page hashes"):
-        # A token a page is its own name: at page 1 hashes say nothing new.
-        contenders = [c for c in studies.CONTENDERS if form == "tokens" or c.page_size > 1]
-        sizes = {contender.page_size for contender in contenders}
-        seqs = {size: studies.sequences(load, size, hashes=form != "tokens") for size in sizes}
-        rates: dict[studies.Contender, list[float]] = {contender: [] for contender in contenders}
-        pairs = {(contender.spec["kind"], contender.page_size) for contender in contenders if form == "tokens"}
-        real: dict[tuple[str, int], list[float]] = {pair: [] for pair in sorted(pairs) if pair[0] in importable}
-        for _ in range(effort.repeats):
-            for contender, values in rates.items():
-                values.append(studies.replay_rate(contender, seqs[contender.page_size]))
-            for (kind, size), values in real.items():
-                values.append(studies.real_rate(load, kind, size))
-        for contender, values in rates.items():
-            line = row("replay", form, contender.design, contender.page_size, "requests/CPU s", values)
-            yield line | _beside(values, real.get((contender.spec["kind"], contender.page_size), []))
+    expected = {pair: studies.decisions(load, *pair) for pair in sorted(set(pairs)) if pair[0] in importable}
+    sizes = {contender.page_size for contender in studies.CONTENDERS}
+    made = {size: studies.sequences(load, size, hashes=False) for size in sizes}
+    yield from _replays(
+        "tokens",
+        {c: partial(studies.replay_rate, c, load) for c in studies.CONTENDERS},
+        {pair: partial(studies.real_rate, load, *pair, known, lean=False) for pair, known in expected.items()},
+        effort,
+    )
+    yield from _replays(
+        "tokens, verbs alone",
+        {c: partial(studies.verbs_rate, c, made[c.page_size]) for c in studies.CONTENDERS},
+        {pair: partial(studies.real_rate, load, *pair, known, lean=True) for pair, known in expected.items()},
+        effort,
+    )
+    # A token a page is its own name: at page 1 hashes say nothing new.
+    named = studies.sequences(load, 16, hashes=True)
+    yield from _replays(
+        "page hashes",
+        {c: partial(studies.verbs_rate, c, named) for c in studies.CONTENDERS if c.page_size == 16},
+        {},
+        effort,
+    )
+
+
+Rate = Callable[[], float]
+
+
+def _replays(
+    form: str, ours: dict[studies.Contender, Rate], real: dict[tuple[str, int], Rate], effort: Effort
+) -> Iterator[Row]:
+    rates: dict[studies.Contender, list[float]] = {contender: [] for contender in ours}
+    others: dict[tuple[str, int], list[float]] = {pair: [] for pair in real}
+    for _ in range(effort.repeats):
+        for contender, rate in ours.items():
+            rates[contender].append(rate())
+        for pair, rate in real.items():
+            others[pair].append(rate())
+    for contender, values in rates.items():
+        beside = others.get((contender.spec["kind"], contender.page_size), [])
+        yield row("replay", form, contender.design, contender.page_size, "requests/CPU s", values, beside)
 
 
 def real_kinds(say: Say) -> set[str]:
@@ -184,45 +236,38 @@ def real_kinds(say: Say) -> set[str]:
     return found
 
 
-def _beside(ours: list[float], real: list[float], less_is_better: bool = False) -> Row:
-    """The real package's value in the same turns, and how many times better ours is, with the range over turns."""
-    if not real:
-        return {}
-    ratios = [mine / theirs for mine, theirs in zip(ours, real, strict=True)]
-    if less_is_better:
-        ratios = [1 / ratio for ratio in ratios]
-    return {
-        "here": statistics.median(real),
-        "here_ratio": statistics.median(ratios),
-        "here_ratio_low": min(ratios),
-        "here_ratio_high": max(ratios),
-    }
-
-
 def op_rows(effort: Effort, say: Say) -> Iterator[Row]:
     """Microseconds of single operations; the real package's turn comes after each of ours where it can be imported."""
     importable = real_kinds(say)
-    real = [
-        op
-        for kind, package in (("block", real_vllm), ("token", real_sglang))
-        if kind in importable
-        for op in package.real_ops()
-    ]
-    twins = {(op.name, op.design, op.page_size): op for op in real}
+    packages = [package for kind, package in (("block", real_vllm), ("token", real_sglang)) if kind in importable]
+    engine = _by_label(op for package in packages for op in package.real_ops())
+    lean = _by_label(op for package in packages for op in package.lean_ops())
     for op in [*token_ops(), *block_ops()]:
-        twin = twins.get((op.name, op.design.split()[0], op.page_size))
-        ours, theirs = _in_turns(op, twin, effort.samples)
-        line = row("op", op.name, op.design, op.page_size, "us", ours)
-        yield line | _beside(ours, theirs, less_is_better=True)
+        label = (op.name, op.design.split()[0], op.page_size)
+        twins = [twins[label] for twins in (engine, lean) if label in twins]
+        ours, *others = _in_turns([op, *twins], effort.samples, effort.repeats)
+        here = others[0] if label in engine else []
+        line = row("op", op.name, op.design, op.page_size, "us", ours, here)
+        yield line | (lean_of(ours, others[-1]) if label in lean else {})
 
 
-def _in_turns(op: Op, twin: Op | None, samples: int) -> tuple[list[float], list[float]]:
-    """Samples of ours and of the real package's, one of each in turn; the first, cold ones are dropped."""
-    if twin is None:
-        return op.measure(samples), []
-    ours, theirs = op.make(), twin.make()
-    turns = [(ours.sample(), theirs.sample()) for _ in range(samples + 1)][1:]
-    return [mine for mine, _ in turns], [other for _, other in turns]
+def _by_label(ops: Iterable[Op]) -> dict[tuple[str, str, int], Op]:
+    return {(op.name, op.design, op.page_size): op for op in ops}
+
+
+def _in_turns(ops: list[Op], samples: int, turns: int) -> list[list[float]]:
+    """One value a turn for each, the median of its share of the samples; the first of a turn, a cold one, is dropped.
+
+    A turn is several samples, so that nobody is charged for the memory that another one's turn has pushed out.
+    """
+    timed = [op.make() for op in ops]
+    share = max(samples // turns, 1)
+
+    def turn(each: Timed) -> float:
+        return statistics.median([each.sample() for _ in range(share + 1)][1:])
+
+    values = [[turn(each) for each in timed] for _ in range(turns)]
+    return [list(column) for column in zip(*values, strict=True)]
 
 
 def latency_rows(load: list[Prompt]) -> Iterator[Row]:

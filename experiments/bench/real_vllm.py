@@ -1,21 +1,26 @@
 """The real vLLM 0.32.0 beside ours, where it can be imported: its KVCacheManager, driven by hand.
 
-What a scheduler calls for a request, without the scheduler: the request with its page hashes (sha256, the default),
-the look-up, the slots, the release. Requests are made from lists of ints, as its front end does.
+Two drives, each without the scheduler itself:
 
-A scheduler does more for a request, so this is the least that vLLM's cache costs, and recorded figures that include
-such work are slower.
+    serve        as the engine calls it, from an int32 array to page ids: the tokens as the list that a request takes,
+                 the request with its page hashes (sha256, the default), a new step, look-up, slots, the ids of the
+                 pages for the worker, what a scheduler drains behind each step, release
+    serve_lean   the least that decides alike: the list made beforehand, no page ids, nothing drained
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+from kvarena.experiments.bench.alloc_load import Prompt
 from kvarena.experiments.bench.alloc_ops import DECODES, POOL_TOKENS, Op, Timed, prompts
 
 MAX_MODEL_LEN = 131_072
+LOOKUPS = (4096, 32_768)
 _PARAMETERS = SimpleNamespace(max_tokens=1 << 20, extra_args=None, skip_reading_prefix_cache=None)
 
 
@@ -51,8 +56,31 @@ class RealVLLM:
             raise ValueError(f"the benchmark's pool is too small for {len(token_ids)} tokens")
         return request
 
-    def serve(self, token_ids: list[int]) -> int:
-        """One request through its life; returns its hit in tokens."""
+    def serve(self, prompt: Prompt) -> int:
+        """One request through its life, as the engine calls; returns its hit in tokens."""
+        request = self.request(prompt.tolist())
+        self.manager.new_step_starts()
+        hit = self.driver.admit(request)
+        if hit is None:
+            raise ValueError(f"the benchmark's pool is too small for {len(prompt)} tokens")
+        self.manager.get_block_ids(request.request_id)
+        self.drain()
+        self.manager.free(request)
+        return hit
+
+    def drain(self) -> None:
+        """What a scheduler takes out of the manager at the end of a step."""
+        self.manager.take_boundary_state_offloads()
+        self.manager.take_kv_cache_block_copies()
+        self.manager.take_new_block_ids()
+        self.manager.take_events()
+
+    @staticmethod
+    def lean_input(prompt: Prompt) -> list[int]:
+        return prompt.tolist()
+
+    def serve_lean(self, token_ids: list[int]) -> int:
+        """One request through its life, the least that decides alike; returns its hit in tokens."""
         request = self.request(token_ids)
         hit = self.driver.admit(request)
         if hit is None:
@@ -75,60 +103,103 @@ def importable() -> str | None:
 
 
 def real_ops() -> list[Op]:
-    """The operations of `alloc_ops.block_ops` on the real package, under the same names; one token array, as lists."""
-    design, size = "block", 16
+    """The operations of `alloc_ops.block_ops` on the real package, under the same names, as the engine calls them."""
     return [
-        Op("look up 4,096 cached tokens", design, size, lambda: _lookup(4096, hashed=True)),
-        Op("look up 32,768 cached tokens", design, size, lambda: _lookup(32_768, hashed=True)),
-        Op("hash and look up 4,096 cached tokens", design, size, lambda: _lookup(4096, hashed=False)),
-        Op("hash and look up 32,768 cached tokens", design, size, lambda: _lookup(32_768, hashed=False)),
-        Op("admit 100 new pages", design, size, _admit),
-        Op("free a request of 100 pages", design, size, _release),
-        Op("decode step of 256", design, size, _decode_step),
+        *(_op(f"look up {length:,} cached tokens", _lookup, length) for length in LOOKUPS),
+        *(_op(f"hash and look up {length:,} cached tokens", _hash_and_look_up, length) for length in LOOKUPS),
+        _op("admit 100 new pages", _admit, 1600),
+        _op("free a request of 100 pages", _release, 1600),
+        _op("decode step of 256", _decode_step, True),
     ]
 
 
-def _fresh(length: int) -> Any:
-    source = prompts(length)
-    return lambda: source().token_ids.tolist()
+def lean_ops() -> list[Op]:
+    """Those of which the least that decides alike is less than what the engine calls."""
+    return [
+        *(_op(f"look up {length:,} cached tokens", _lookup_lean, length) for length in LOOKUPS),
+        _op("admit 100 new pages", _admit_lean, 1600),
+        _op("decode step of 256", _decode_step, False),
+    ]
 
 
-def _lookup(length: int, *, hashed: bool) -> Timed:
-    real, tokens = RealVLLM(POOL_TOKENS, 16), _fresh(length)()
-    real.serve([*tokens, 0])  # one more than is looked up, so that all of it can hit
-    if hashed:
-        return Timed(lambda: real.request([*tokens, 0]), real.manager.get_computed_blocks)
-    return Timed(lambda: [*tokens, 0], lambda ids: real.manager.get_computed_blocks(real.request(ids)))
+def _op(name: str, make: Callable[..., Timed], *arguments: Any) -> Op:
+    return Op(name, "block", 16, lambda: make(*arguments))
 
 
-def _admit() -> Timed:
-    real, fresh, live = RealVLLM(POOL_TOKENS, 16), _fresh(1600), list[Any]()
+def _cached(length: int) -> tuple[RealVLLM, Prompt]:
+    """A prompt that is cached; one token more than is looked up, so that all of that can hit."""
+    real, tokens = RealVLLM(POOL_TOKENS, 16), np.append(prompts(length)(), np.int32(0))
+    real.serve(tokens)
+    return real, tokens
+
+
+def _lookup(length: int) -> Timed:
+    real, tokens = _cached(length)
+    look_up = real.manager.get_computed_blocks
+    return Timed(lambda: real.request(tokens.tolist()), lambda request: look_up(request)[0].get_block_ids())
+
+
+def _lookup_lean(length: int) -> Timed:
+    real, tokens = _cached(length)
+    return Timed(lambda: real.request(tokens.tolist()), real.manager.get_computed_blocks)
+
+
+def _hash_and_look_up(length: int) -> Timed:
+    real, tokens = _cached(length)
+    look_up = real.manager.get_computed_blocks
+    return Timed(lambda: tokens, lambda ids: look_up(real.request(ids.tolist()))[0].get_block_ids())
+
+
+def _admit(length: int) -> Timed:
+    real, fresh, live = RealVLLM(POOL_TOKENS, 16), prompts(length), list[Any]()
+
+    def before() -> Prompt:
+        while live:
+            real.manager.free(live.pop())
+        return fresh()
+
+    def work(tokens: Prompt) -> None:
+        live.append(real.admit(tokens.tolist()))
+        real.manager.get_block_ids(live[0].request_id)
+
+    return Timed(before, work)
+
+
+def _admit_lean(length: int) -> Timed:
+    real, fresh, live = RealVLLM(POOL_TOKENS, 16), prompts(length), list[Any]()
 
     def before() -> list[int]:
         while live:
             real.manager.free(live.pop())
-        tokens: list[int] = fresh()
-        return tokens
+        return real.lean_input(fresh())
 
     return Timed(before, lambda tokens: live.append(real.admit(tokens)))
 
 
-def _release() -> Timed:
-    real, fresh = RealVLLM(POOL_TOKENS, 16), _fresh(1600)
-    return Timed(lambda: real.admit(fresh()), real.manager.free)
+def _release(length: int) -> Timed:
+    real, fresh = RealVLLM(POOL_TOKENS, 16), prompts(length)
+    return Timed(lambda: real.admit(fresh().tolist()), real.manager.free)
 
 
-def _decode_step() -> Timed:
-    """The new tokens of 256 requests noted, their pages hashed where one filled, and a slot for each."""
+def _decode_step(ids_too: bool) -> Timed:
+    """The new tokens of 256 requests noted, their pages hashed where one filled, and a slot for each.
+
+    The engine also asks every answer for its new page ids, and drains the manager behind the step.
+    """
     real = RealVLLM(POOL_TOKENS, 16)
     requests = [real.admit([number] * (100 + number)) for number in range(DECODES)]
 
     def work(_: None) -> None:
         for request in requests:
             request.append_output_token_ids(7)
-            real.manager.allocate_slots(request, 1)
+            new = real.manager.allocate_slots(request, 1)
+            if ids_too:
+                new.get_block_ids(allow_none=True)
+        if ids_too:
+            real.drain()
 
     def before() -> None:
+        real.manager.new_step_starts()
         for request in requests:
             request.num_computed_tokens = request.num_tokens
 

@@ -61,11 +61,17 @@ def load(root: Path | None) -> SimpleNamespace:
         )
         given: dict[str, dict[str, Any]] = {
             "sglang.srt.platforms": {"current_platform": platform},
+            "sglang.srt.runtime_context": {
+                "attention_backends": lambda: ("torch_native", "torch_native"),
+                "get_spec": lambda: SimpleNamespace(speculative_algorithm=None),
+                "get_serving": lambda: SimpleNamespace(strip_thinking_cache=False),
+            },
         }
         install(Finder(root, "sglang", _is_real, given, ABSENT))
     torch.set_num_threads(1)  # waking a second one costs more than these small tensors
     found = names_of(NAMES) | {"torch": torch}
     found["allocation"] = importlib.import_module("sglang.srt.mem_cache.allocation")
+    found["common"] = importlib.import_module("sglang.srt.mem_cache.common")
     return SimpleNamespace(**found, version=version_of("sglang", root))
 
 

@@ -23,6 +23,7 @@ from kvarena.experiments.cli import app
 from typer.testing import CliRunner
 
 OPS = [*token_ops(), *block_ops()]
+REPLAYS = ("tokens", "tokens, verbs alone")  # as the engine calls the real package, and in the leanest way
 SMALL = allocators.Effort(num_requests=60, repeats=2, samples=2, largest=10_000, memory_tokens=16_384, largest_batch=16)
 
 
@@ -68,13 +69,19 @@ def test_growth_has_a_panel_for_each_operation_and_a_line_for_each_design(rows: 
 
 @pytest.mark.skipif(real_sglang.importable() is not None, reason="needs sglang 0.5.22 (extra: peers)")
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_the_real_sglang_decides_as_the_token_design(page_size: int) -> None:
-    assert alloc_studies.real_rate(replay_prompts(300), "token", page_size) > 0
+@pytest.mark.parametrize("lean", [False, True], ids=["as_the_engine", "lean"])
+def test_the_real_sglang_decides_as_the_token_design(page_size: int, lean: bool) -> None:
+    load = replay_prompts(300)
+    expected = alloc_studies.decisions(load, "token", page_size)
+    assert alloc_studies.real_rate(load, "token", page_size, expected, lean=lean) > 0
 
 
 @pytest.mark.skipif(real_vllm.importable() is not None, reason="needs vllm 0.32.0 (extra: peers)")
-def test_the_real_vllm_decides_as_the_block_design() -> None:
-    assert alloc_studies.real_rate(replay_prompts(300), "block", 16) > 0
+@pytest.mark.parametrize("lean", [False, True], ids=["as_the_engine", "lean"])
+def test_the_real_vllm_decides_as_the_block_design(lean: bool) -> None:
+    load = replay_prompts(300)
+    expected = alloc_studies.decisions(load, "block", 16)
+    assert alloc_studies.real_rate(load, "block", 16, expected, lean=lean) > 0
 
 
 class Counted:
@@ -88,6 +95,11 @@ class Counted:
         self.count += 1
         return alloc_studies.serve(self.owner, Sequence(f"real{self.count}", token_ids)) + self.miscounted
 
+    serve_lean = serve
+
+    def lean_input(self, prompt: Any) -> Any:
+        return prompt
+
     def room(self) -> tuple[int, int]:
         return self.owner.room()
 
@@ -97,21 +109,23 @@ def test_real_packages_take_their_turns_and_their_decisions_count_first(monkeypa
         monkeypatch.setattr(package, "importable", lambda: None)
         monkeypatch.setattr(alloc_studies, name, partial(Counted, kind))
         twin = Op("decode step of 256", kind, 16, lambda: Timed(lambda: None, lambda _: None))
-        monkeypatch.setattr(package, "real_ops", lambda twin=twin: [twin])
+        for drive in ("real_ops", "lean_ops"):
+            monkeypatch.setattr(package, drive, lambda twin=twin: [twin])
     for name, make in (("token_ops", token_ops), ("block_ops", block_ops)):
         steps = [op for op in make() if op.name.startswith("decode step")]
         monkeypatch.setattr(allocators, name, lambda steps=steps: steps)
     rows = list(allocators.run(["replay", "op"], SMALL, lambda _: None))[1:]
     beside = {(row["study"], row["name"], row["design"], row["page_size"]) for row in rows if "here" in row}
     assert beside == {
-        *(("replay", "tokens", f"block {form}", 16) for form in ("hashed", "runs")),
-        *(("replay", "tokens", "token", size) for size in (1, 16)),
+        *(("replay", name, f"block {form}", 16) for name in REPLAYS for form in ("hashed", "runs")),
+        *(("replay", name, "token", size) for name in REPLAYS for size in (1, 16)),
         *(("op", "decode step of 256", design, 16) for design in ("block hashed", "block runs", "token")),
     }
     for row in rows:
         if "here" in row:
             assert row["here_ratio_low"] <= row["here_ratio"] <= row["here_ratio_high"]
             assert row["study"] == "replay" or row["here_ratio"] < 1  # an idle twin is faster than any step of ours
+            assert ("lean" in row) == (row["study"] == "op")
     monkeypatch.setattr(alloc_studies, "RealVLLM", partial(Counted, "block", miscounted=1))
     with pytest.raises(ValueError, match="block, page size 16: the real package decided otherwise"):
         list(allocators.run(["replay"], SMALL, lambda _: None))
@@ -149,7 +163,8 @@ def test_a_missing_real_package_is_said_and_its_recorded_figures_stand_in(monkey
     ],
 )
 def test_the_verdict_follows_the_direction_of_the_unit(value: float, mark: Mark, unit: str, expected: str) -> None:
-    assert allocators._met(value, mark, unit) == expected
+    found = value if mark.absolute else allocators._times_better(value, mark.real or 0, unit)
+    assert allocators._met(found, mark, unit) == expected
 
 
 def test_an_unknown_study_is_an_error_that_lists_the_known_ones() -> None:
