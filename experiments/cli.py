@@ -157,7 +157,7 @@ def scenario(
             continue
         suffix = "" if page_size is None else f".p{page_size}"
         target = out / f"{parsed.name}{suffix}.jsonl" if path.is_dir() or out.is_dir() else out
-        sc.write_log(lines, target)
+        sc.write_decisions(lines, target)
         written += 1
     if out is not None:
         print(f"{written} decision logs in {out}", file=sys.stderr)

@@ -123,16 +123,15 @@ def config_init(
 ) -> None:
     """Write a commented config to start from."""
     from kvarena.experiments.config import template
+    from kvarena.experiments.outputs import whole
 
     if path is None:
         print(template(), end="")
         return
     if path.exists():
         raise ValueError(f"{path}: is there already; remove it first, or give another name")
-    try:
-        path.write_text(template(), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
+    with whole(path) as partial:
+        partial.write_text(template(), encoding="utf-8")
 
 
 @config_app.command("show", epilog="Example: kvarena config show my.toml --set live=8")

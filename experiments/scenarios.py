@@ -8,15 +8,14 @@ were recorded, so that the two can be compared line by line.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvarena.allocators.config import make_allocator
 from kvarena.allocators.interface import EventKind, Gate, KVAllocator, Pin, Release, Sequence
+from kvarena.experiments.outputs import refuse_other_file, whole
 
 SCENARIO_FORMAT = "kv-scenario/1"
 MAX_SIZE = 2**23  # of a scenario's pool, in slots: an 8B model's KV would fill a TiB. A header asks for memory.
@@ -286,17 +285,14 @@ def scenario_files(path: Path) -> list[Path]:
     return files
 
 
+def write_decisions(lines: Iterable[dict[str, Any]], out: Path) -> None:
+    """`write_log` for decisions. Raises ValueError when what is there is no log of ours: a scenario, a peer's log."""
+    refuse_other_file(out, [b'"peer":"kvarena'])
+    write_log(lines, out)
+
+
 def write_log(lines: Iterable[dict[str, Any]], out: Path) -> None:
     """Write a decision log under a temporary name and rename it, so that a half log never stands."""
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "w", encoding="utf-8") as file:
-            for line in lines:
-                file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        partial.replace(out)
-    except OSError as error:
-        raise ValueError(f"{out}: cannot be written ({error.strerror})") from None
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
+    with whole(out) as partial, open(partial, "w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")

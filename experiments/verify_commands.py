@@ -40,10 +40,10 @@ def upstream(
     Exit code 0: they agree. 1: they differ, and the first difference of each setting is printed. 3: the package is not
     there, and nothing was compared.
     """
+    from kvarena.experiments.outputs import check_file
     from kvarena.experiments.upstream import report
 
-    if out is not None and out.suffix != ".json":
-        raise ValueError(f"--out: expected a .json file, found {out}")
+    check_file(out, "--out", (".json",), ('"package"', '"differences"', '"settings"'))
     found = report.compare_all(package, path, ops=ops, seed=seed, only=only or [])
     if isinstance(found, str):
         print(f"skipped: {found}")

@@ -46,8 +46,11 @@ def allocators(
     """
     from kvarena.experiments.bench import alloc_saved, alloc_tables
     from kvarena.experiments.bench import allocators as bench
+    from kvarena.experiments.results import refuse_others
     from kvarena.experiments.scenarios import write_log
 
+    if out is not None:
+        refuse_others(out, (out / "allocators.jsonl").is_file(), "an earlier run")
     if saved:
         rows = alloc_saved.together([alloc_saved.load(folder) for folder in saved])
     else:

@@ -20,7 +20,7 @@ from kvarena.experiments.engine.executors import HiddenOutputs, ScriptedExecutor
 from kvarena.experiments.engine.policy_sglang import SglangScheduler
 from kvarena.experiments.engine.request import End, EngineRequest, make_request
 from kvarena.experiments.engine.scheduler import SchedulerConfig
-from kvarena.experiments.scenarios import check_sizes, scenario_files, scenario_rows, write_log
+from kvarena.experiments.scenarios import check_sizes, scenario_files, scenario_rows, write_decisions
 
 SCHED_FORMAT = "kv-sched/1"
 OWN_ALLOCATOR = {"vllm": "block", "sglang": "token"}
@@ -291,6 +291,6 @@ def write_sched_logs(path: Path, policy: str, out: Path | None, *, check: bool =
             continue
         head = lines[0]
         name = log_name(scenario, policy, options.get("page_size"), head["policy"], head["result_lag"])
-        write_log(lines, out / name if path.is_dir() or out.is_dir() or not out.suffix else out)
+        write_decisions(lines, out / name if path.is_dir() or out.is_dir() or not out.suffix else out)
     if out is not None:
         print(f"{len(files)} scheduler logs in {out}", file=sys.stderr)

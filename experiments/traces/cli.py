@@ -88,6 +88,7 @@ def convert(
     settings: SetOption = None,
 ) -> None:
     """Write a trace as Mooncake JSONL that other tools read, or as token-id JSONL."""
+    _check_out(out, spec)
     _write(_load(spec, format, limit, settings), to, block_size, out)
 
 
@@ -103,6 +104,7 @@ def generate(
     """Write a built-in workload: equal seed and parameters, equal bytes."""
     from kvarena.experiments import workloads
 
+    _check_out(out)
     trace = workloads.make(name, **{"seed": seed, **parse_settings(settings)})
     _write(trace, to or ("tokens" if trace.visible.grain == 1 else "mooncake"), block_size, out)
 
@@ -122,11 +124,11 @@ def record(
     """
     import shutil
 
+    from kvarena.experiments.outputs import check_file
     from kvarena.experiments.record import record_smollm2, write_recording
     from kvarena.experiments.traces.listing import counted
 
-    if out.suffix != ".parquet":
-        raise ValueError(f"--out: expected a file .parquet, found {out}")
+    check_file(out, "--out", (".parquet",), ("schema_version", "recording"))
     keep = out.with_name(f".{out.name}.groups")
     with counted("replies", requests, shown=not quiet) as advance:
         found = record_smollm2(requests, seed, advance, keep)
@@ -143,6 +145,16 @@ def _load(spec: str, format: str | None, limit: int | None, settings: list[str] 
     for warning in trace.warnings:
         print(f"{trace.name}: {warning}", file=sys.stderr)
     return trace
+
+
+def _check_out(out: Path | None, spec: str = "") -> None:
+    from kvarena.experiments.outputs import refuse_other_file
+
+    if out is None:
+        return
+    if out.exists() and Path(spec).is_file() and out.samefile(spec):
+        raise ValueError(f"--out: {out} is the trace that is read; give another name")
+    refuse_other_file(out, [b'"output_length":'])  # as convert.py spells it; publishers write a space behind
 
 
 def _write(trace: Any, to: str, block_size: int | None, out: Path | None) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kvarena.experiments.outputs import whole
 from kvarena.experiments.provenance import code_version
 from kvarena.experiments.upstream.compare import VERSIONS, Outcome, Upstream, compare, load
 
@@ -67,8 +68,6 @@ def _whole(upstream: Upstream, outcomes: list[Outcome], seed: int) -> dict[str, 
 
 
 def write(found: dict[str, Any], out: Path) -> None:
-    """As JSON, under a temporary name first."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_suffix(".partial")
-    partial.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    partial.replace(out)
+    """As JSON, whole or not at all. Raises ValueError when it cannot be written."""
+    with whole(out) as partial:
+        partial.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

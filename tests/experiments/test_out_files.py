@@ -35,6 +35,16 @@ ONE_FILE = [
     ("demo", "--figure", "x.png"),
     ("forks", "--out", "x.csv"),
     ("diagram", "states", "--out", "x.md"),
+    ("verify", "upstream", "vllm", "--out", "x.json"),
+    ("trace", "record", "--out", "x.parquet"),
+]
+SCENARIO = ROOT / "tests" / "golden" / "scenarios" / "chunked.jsonl"
+SCHEDULED = ROOT / "tests" / "golden" / "sched" / "extra_scenarios" / "x_never_fits.jsonl"
+ANY_NAME = [
+    ("trace", "generate", "chat", "--set", "num_sessions=1", "--out", "x.jsonl.gz"),
+    ("trace", "convert", "mooncake_like", "--limit", "3", "--to", "tokens", "--out", "x.jsonl"),
+    ("scenario", SCENARIO, "--out", "x.jsonl"),
+    ("scenario", SCHEDULED, "--scheduler", "vllm", "--out", "x.jsonl"),
 ]
 # Every command that draws figures of fixed names into a folder.
 FOLDERS = [
@@ -62,7 +72,7 @@ def _draw(stem: Path, source: str) -> None:
 
 
 @pytest.mark.parametrize("text", [b"a,b\n1,2\n", gzip.compress(b"{}")], ids=["text", "gzip"])
-@pytest.mark.parametrize("command", ONE_FILE, ids=lambda command: " ".join(command))
+@pytest.mark.parametrize("command", [*ONE_FILE, *ANY_NAME], ids=lambda command: " ".join(map(str, command)))
 def test_a_file_of_others_is_never_written_over(command, text, tmp_path):
     path = tmp_path / command[-1]
     path.write_bytes(text)
@@ -95,6 +105,29 @@ def test_what_a_command_wrote_it_writes_again_and_makes_the_folders_on_the_way(t
         invoke("forks", "--requests", 1, "--out", out / "forks.csv")
         invoke("diagram", "states", "--out", out / "states.md")
     assert sorted(_contents(out)) == ["axis.pdf", "forks.csv", "states.md"]
+
+
+@pytest.mark.parametrize("command", ANY_NAME, ids=lambda command: " ".join(map(str, command)))
+def test_lines_that_a_command_wrote_it_writes_again(command, tmp_path):
+    path = tmp_path / "a" / command[-1]
+    for _ in range(2):
+        invoke(*command[:-1], path)
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+
+
+def test_no_command_writes_over_what_it_reads(tmp_path):
+    for given, command in ((SCENARIO, ("scenario",)), (SCHEDULED, ("scenario", "--scheduler", "vllm"))):
+        path = tmp_path / given.name
+        path.write_bytes(given.read_bytes())
+        with pytest.raises(ValueError, match="is there and is not what this command writes"):
+            invoke(*command, path, "--out", path)
+        assert path.read_bytes() == given.read_bytes()
+    path = tmp_path / "trace.jsonl"
+    invoke("trace", "generate", "chat", "--set", "num_sessions=1", "--out", path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="is the trace that is read"):
+        invoke("trace", "convert", path, "--to", "mooncake", "--out", tmp_path / "." / "trace.jsonl")
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])

@@ -25,6 +25,7 @@ STUDIES = [
     ("aged", "--hours", 2, "--quiet"),
     ("capacity", "--saved", ROOT / "results" / "capacity"),
     ("rate", "--saved", ROOT / "results" / "rate"),
+    ("bench", "allocators", "--saved", ROOT / "results" / "allocators" / "run1"),
 ]
 
 

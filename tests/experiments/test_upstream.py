@@ -313,7 +313,7 @@ def test_the_command_skips_with_a_reason_when_the_package_is_absent(
     [
         (["tgi"], "package: expected one of vllm, sglang"),
         (["vllm", "--path", "/nowhere"], "--path: expected a folder that holds vllm/"),
-        (["vllm", "--out", "x.csv"], "--out: expected a .json file"),
+        (["vllm", "--out", "x.csv"], "--out: expected a file .json"),
     ],
 )
 def test_a_bad_argument_is_named(arguments: list[str], message: str) -> None:
