@@ -11,6 +11,7 @@ from kvarena.experiments.console import print_rich
 
 if TYPE_CHECKING:
     from kvarena.experiments.claims import Finding
+    from rich.table import Table
 
 EXAMPLES = """Examples:\n
 kvarena claims --list\n
@@ -76,6 +77,16 @@ def _interrupted(done: int, asked: int, out: Path | None) -> KeyboardInterrupt:
 
 
 def _print(found: list[Finding], whole: bool) -> None:
+    from rich.text import Text
+
+    notes = [Text(found[0].claim.note)] if whole and found[0].claim.note else []
+    counts = {v: sum(f.verdict == v for f in found) for v in ("reproduced", "refuted", "depends", "not tested")}
+    words = Text(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    print_rich(findings_table(found, whole=whole), *notes, words)
+
+
+def findings_table(found: list[Finding], *, whole: bool) -> Table:
+    """A row a claim and expectation. `whole`: the claim's words in place of its id."""
     from kvarena.experiments.claims import claimed, predicted, shown
     from rich.table import Table
     from rich.text import Text
@@ -91,6 +102,4 @@ def _print(found: list[Finding], whole: bool) -> None:
             cells = (e.when, claimed(e), shown(finding.values[e.measure], e.unit), predicted(finding, e))
             table.add_row(*map(Text, (*(first if place == 0 else ("", "")), *cells)))
         table.add_section()
-    notes = [Text(found[0].claim.note)] if whole and found[0].claim.note else []
-    counts = {v: sum(f.verdict == v for f in found) for v in ("reproduced", "refuted", "depends", "not tested")}
-    print_rich(table, *notes, Text(", ".join(f"{count} {verdict}" for verdict, count in counts.items())))
+    return table

@@ -20,6 +20,7 @@ from kvarena.experiments.ladder_commands import add_ladder_command
 from kvarena.experiments.model.cli import add_generate_command
 from kvarena.experiments.paper_commands import add_paper_command
 from kvarena.experiments.rate_commands import add_rate_command
+from kvarena.experiments.report_commands import add_report_command
 from kvarena.experiments.resample_commands import add_resample_command
 from kvarena.experiments.study_commands import add_study_commands
 from kvarena.experiments.traces.cli import trace_app
@@ -95,6 +96,7 @@ add_commands(app)
 add_run_command(app)
 add_generate_command(app)
 add_study_commands(app)
+add_report_command(app)
 add_resample_command(app)
 add_claims_command(app)
 add_paper_command(app)

@@ -91,11 +91,11 @@ def plot_shares(made: Ladder, ax: Axes | None = None, metric: str = TIME, pool: 
     ax = _axes((4.6, 1.0 + 0.3 * len(made.rungs))) if ax is None else ax
     scale, name = SHARES[metric]
     table = made.of(metric, pool)
-    ends = ("spread_low", "spread_high") if metric == TIME else ("low", "high")
+    timed = metric == TIME and "spread_low" in table
+    ends = ("spread_low", "spread_high") if timed else () if metric == TIME else ("low", "high")
     for place, row in enumerate(table.to_dict("records")):
-        value, low, high = (
-            scale * (row[part] if row.get(part) is not None else row["value"]) for part in ("value", *ends)
-        )
+        value = scale * row["value"]
+        low, high = (scale * row[end] for end in ends) if ends else (value, value)
         colour, hatch = (UP, "") if value >= 0 else (DOWN, "////")
         colour = "#BBBBBB" if metric == TIME and row.get("within_noise") is True else colour
         ax.barh(place, value, height=0.62, color=colour, hatch=hatch, edgecolor="white", linewidth=0, zorder=2)
@@ -318,14 +318,20 @@ def write_ablations(made: Ablations, folder: Path, force: bool = True) -> list[P
         refuse_other_figures(folder, ("ablations",), source)
     folder.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(STYLE):
-        figure: Any = plt.figure(figsize=(7.0, 5.6), layout="constrained")
-        axes = figure.subplots(2, 2)
-        for plot, ax in zip(
-            (plot_ablation_hits, plot_removal, plot_ablation_tables, plot_ablation_duplicates), axes.flat, strict=True
-        ):
-            plot(made, ax)
-        trace, outputs = printable(made.manifest["trace"]), made.manifest["visible"]["outputs"]
-        put_footer(figure, f"kvarena ablations: {trace}, pages of 16 tokens, outputs {outputs}; removal is measured")
+        figure = draw_ablations(made)
         paths = save_figure(figure, folder / "ablations", source=source)
         plt.close(figure)
     return paths
+
+
+def draw_ablations(made: Ablations) -> Figure:
+    """The four, and the provenance below."""
+    import matplotlib.pyplot as plt
+
+    figure: Any = plt.figure(figsize=(7.0, 5.6), layout="constrained")
+    plots = (plot_ablation_hits, plot_removal, plot_ablation_tables, plot_ablation_duplicates)
+    for plot, ax in zip(plots, figure.subplots(2, 2).flat, strict=True):
+        plot(made, ax)
+    trace, outputs = printable(made.manifest["trace"]), made.manifest["visible"]["outputs"]
+    put_footer(figure, f"kvarena ablations: {trace}, pages of 16 tokens, outputs {outputs}; removal is measured")
+    return figure

@@ -37,8 +37,11 @@ table { border-collapse: collapse; margin: 1rem 0 .3rem; }
 caption { text-align: left; font-weight: 600; padding: .3rem 0; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid #d9dfe6; text-align: right; }
 thead th { border-bottom: 2px solid #7a93ac; vertical-align: bottom; }
-tr > th:first-child { text-align: left; font-weight: 400; }
+tr > th:first-child { text-align: left; font-weight: 400; min-width: 4.5rem; }
 td { white-space: nowrap; }
+.w { text-align: left; } td.w { white-space: normal; min-width: 7rem; max-width: 34rem; overflow-wrap: break-word; }
+h3 { font-size: 1rem; margin: 1.4rem 0 .2rem; }
+caption { min-width: 12rem; }
 .note { color: #5b6b7d; font-size: .85rem; margin: 0; }
 figure { margin: 1.5rem 0; } figure img { max-width: 100%; height: auto; }
 figcaption { color: #5b6b7d; font-size: .9rem; }
