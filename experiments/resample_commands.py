@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 EXAMPLES = """Examples:\n
 kvarena resample chat --out out/sure\n
-kvarena resample --trace mooncake-conversation --set unit=ids --pool 10% --out out/sure\n
-kvarena resample my.toml --replicates 100 --jobs 8 --out out/sure"""
+kvarena resample --trace mooncake-conversation --set unit=ids --pool 10% --out out/sure-mooncake\n
+kvarena resample my.toml --replicates 100 --jobs 8 --out out/sure-mine\n
+kvarena resample --saved out/sure --out out/figures"""
 
 
 def add_resample_command(app: typer.Typer) -> None:
