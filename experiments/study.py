@@ -33,10 +33,13 @@ def explain_folder(
     return [one for name in names for one in explain(result, allocator=name, pool=size, seed=seed, tick=tick)]
 
 
+FACTS = ("label", "page_size", "num_pages", "token_hit_rate", "token_hit_rate_last_half", "token_hit_rate_ceiling")
+
+
 def explain_sweep(folder: Path, tick: Tick = None) -> pd.DataFrame:
-    """Explain every finished comparison of a sweep, at every pool: a row a cell, seed, pool and allocator, with prompt
-    tokens, hit tokens and the tokens of each reason, summed over all requests (each of which adds up, or explaining
-    stops with an error). Raises ValueError when nothing is finished, or a cell is an engine run."""
+    """Explain every finished comparison of a sweep, at every pool: a row a cell, seed, pool and allocator, with its
+    rates, prompt tokens, hit tokens and the tokens of each reason, summed over all requests (each of which adds up, or
+    explaining stops with an error). Raises ValueError when nothing is finished, or a cell is an engine run."""
     from kvarena.experiments.sweep import open_sweep
 
     made = open_sweep(folder)
@@ -47,11 +50,58 @@ def explain_sweep(folder: Path, tick: Tick = None) -> pd.DataFrame:
         result = made.result(cell["key"])
         for one in explain_every_cell(result, tick):
             keys = one.table[["seed", "pool_bytes", "allocator"]].iloc[0].to_dict()
-            totals = {"requests": len(one.table), **_adding_up(one)}
-            rows.append({"cell": cell["key"], "trace": result.manifest["trace"], **keys, **totals})
+            rows.append({"cell": cell["key"], **study_row(result, keys), "requests": len(one.table), **_adding_up(one)})
     if not rows:
         raise ValueError(f"{folder}: no finished comparison to explain")
     return pd.DataFrame(rows)
+
+
+def study_row(result: Result, keys: dict[str, Any]) -> dict[str, Any]:
+    """What tells one cell of a comparison from others, and its rates."""
+    found = result.summary
+    for name, value in keys.items():
+        found = found[found[name] == value]
+    config = result.config
+    told = {"trace": result.manifest["trace"], "unit": config["workload"]["unit"]}
+    told |= {"live": config["engine"]["live"], "outputs": config["engine"]["outputs"]}
+    return {**told, **keys, **found.iloc[0][list(FACTS)].to_dict()}
+
+
+def load_reasons(path: Path) -> pd.DataFrame:
+    """What `explain SWEEP --out` wrote. Raises ValueError when it is something else."""
+    try:
+        table = pd.read_csv(path) if path.suffix == ".csv" else pd.read_parquet(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as the reasons of a sweep ({error})") from None
+    if missing := {"cell", "trace", "unit", "pool_bytes", "prompt_tokens", *FACTS, *REASONS} - set(table):
+        raise ValueError(f"{path}: not the reasons of a sweep: no column {sorted(missing)[0]}")
+    return table
+
+
+def study_page(rows: pd.DataFrame) -> str:
+    """A sweep's reasons as Markdown: a table a cell, a line a pool and a column an allocator: token hit rate (points of
+    what was evicted before). Means over seeds."""
+    parts = []
+    for _, cell in rows.groupby("cell", sort=False):
+        first = cell.iloc[0]
+        sharing = f"{first['live']} at once, " if first["live"] > 1 else ""
+        replies = "replies replayed" if first["outputs"] == "replay" else "prompts only"
+        unit = "an id a page" if first["unit"] == "ids" else "tokens"
+        parts.append(f"**{first['trace']}**, {unit}, {sharing}{replies}; {first['requests']:,} requests\n")
+        names = list(dict.fromkeys(cell["allocator"]))
+        parts.append(f"| pool | {' | '.join(names)} |\n| --- | {' | '.join('---:' for _ in names)} |")
+        for pool, same in cell.groupby("pool_bytes"):
+            pages = f" ({same['num_pages'].iloc[0]:,} ids)" if first["unit"] == "ids" else ""
+            shares = [_share(same[same["allocator"] == name]) for name in names]
+            parts.append(f"| {format_bytes(int(str(pool)))}{pages} | {' | '.join(shares)} |")
+        ceilings = [f"{100 * cell.loc[cell['allocator'] == n, 'token_hit_rate_ceiling'].mean():.2f}" for n in names]
+        parts.append(f"| infinite | {' | '.join(ceilings)} |\n")
+    return "\n".join(parts)
+
+
+def _share(rows: pd.DataFrame) -> str:
+    evicted = 100 * rows["evicted"].sum() / max(rows["prompt_tokens"].sum(), 1)
+    return f"{100 * rows['token_hit_rate'].mean():.2f} ({evicted:.2f})"
 
 
 def _adding_up(one: Explanation) -> dict[str, int]:

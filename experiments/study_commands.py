@@ -69,6 +69,10 @@ def explain(
     seed: Annotated[int | None, typer.Option(help="Which seed; default: the first.", min=0)] = None,
     trace: Annotated[str | None, typer.Option(help="Without RESULT: path or name of a trace.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the table over all requests: .csv or .parquet.")] = None,
+    saved: Annotated[
+        Path | None,
+        typer.Option(help="Show what an earlier --out of a sweep holds; --out FILE.md writes it as a page."),
+    ] = None,
     set_: Sets = None,
     quiet: Quiet = False,
 ) -> None:
@@ -77,6 +81,11 @@ def explain(
     from kvarena.experiments.outputs import check_table
     from kvarena.experiments.study import explain_folder, explain_trace
 
+    if saved is not None:
+        if any(given is not None for given in (result, request, allocator, pool, seed, trace)) or set_:
+            raise ValueError("explain: --saved shows a table as it is; no other option goes with it but --out")
+        _show_reasons(saved, out)
+        return
     check_table(out, REASONS)
     tick = None if quiet else _Ticker()
     if result is not None:
@@ -136,6 +145,18 @@ def _explain_sweep(folder: Path, out: Path | None, tick: _Ticker | None, chosen:
     if out is not None:
         write_table(table, out)
         print(f"table in {out}", file=sys.stderr)
+    print_rich(sweep_reasons_table(table))
+
+
+def _show_reasons(saved: Path, out: Path | None) -> None:
+    from kvarena.experiments.outputs import check_file, whole
+    from kvarena.experiments.study import load_reasons, study_page, sweep_reasons_table
+
+    check_file(out, "--out", (".md",), ("| pool |",))
+    table = load_reasons(saved)
+    if out is not None:
+        with whole(out) as partial:
+            partial.write_text(study_page(table), encoding="utf-8")
     print_rich(sweep_reasons_table(table))
 
 
