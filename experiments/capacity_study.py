@@ -95,7 +95,7 @@ def load_capacity(path: Path | str) -> CapacityResult:
             raise ValueError(f"result.json: expected schema_version {SCHEMA_VERSION} and kind 'capacity'")
         frames = {name: pd.read_csv(folder / f"{name}.csv", keep_default_na=False) for name in TABLES}
         where = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, AttributeError, pd.errors.ParserError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError, pd.errors.ParserError) as error:
         raise ValueError(f"{folder}: not a finished capacity study ({error})") from None
     missing = {"panel", "load", "design", "measured", "predicted"} - set(frames["capacity"])
     if missing:

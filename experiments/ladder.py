@@ -392,7 +392,7 @@ def load_ladder(path: Path | str) -> Ladder:
             )
             for name in ("attribution", "interactions", "subsets", "times")
         }
-    except (OSError, ValueError, pd.errors.ParserError) as error:
+    except (OSError, ValueError, RecursionError, pd.errors.ParserError) as error:
         raise ValueError(f"{folder}: not a finished ladder ({error})") from None
     if manifest.pop("schema_version", None) != SCHEMA_VERSION or manifest.get("kind") != "ladder":
         raise ValueError(f"{folder / MANIFEST}: expected a ladder of schema_version {SCHEMA_VERSION}")

@@ -138,6 +138,12 @@ def _rows(cells: list[Cell], config: Config, out: Path, tick: Callable[[str], No
     return rows
 
 
+def again_rows(made: Ablations) -> list[dict[str, Any]]:
+    """Every row of finished ablations once more, from their config. Raises ValueError for a trace not at hand."""
+    config = config_from_mapping(made.manifest["config"])
+    return [_row(cell, config) for cell in plan(config, load_workloads(config), config.entries())]
+
+
 def _spec(name: str) -> dict[str, Any]:
     kind, fields = DESIGNS[name]
     return {"name": name, "kind": kind, "page_size": PAGE_SIZE, "form": "general", **fields}
@@ -241,7 +247,7 @@ def load_ablations(path: Path | str) -> Ablations:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         table, removal = (pd.read_csv(folder / f"{name}.csv") for name in ("ablations", "removal"))
-    except (OSError, ValueError, pd.errors.ParserError) as error:
+    except (OSError, ValueError, RecursionError, pd.errors.ParserError) as error:
         raise ValueError(f"{folder}: not finished ablations ({error})") from None
     if manifest.pop("schema_version", None) != SCHEMA_VERSION or manifest.get("kind") != "ablations":
         raise ValueError(f"{folder / MANIFEST}: expected ablations of schema_version {SCHEMA_VERSION}")

@@ -276,6 +276,6 @@ def load(folder: Path) -> Study:
         rows = pd.read_csv(folder / "pagesize.csv")
         if about.pop("schema_version") != SCHEMA_VERSION or list(rows.columns) != list(COLUMNS):
             raise ValueError("another schema")
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         raise ValueError(f"{folder}: cannot be read as a page-size study ({error})") from None
     return Study(rows, about)

@@ -124,7 +124,7 @@ def load_rate(path: Path | str) -> RateResult:
         where = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
         if not {"allocator", "share", "rate_per_s"} <= set(frames["rates"]):
             raise ValueError("rates.csv: expected columns allocator, share and rate_per_s")
-    except (OSError, ValueError, AttributeError, pd.errors.ParserError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError, pd.errors.ParserError) as error:
         raise ValueError(f"{folder}: not a finished rate study ({error})") from None
     return RateResult(**frames, manifest=manifest, provenance=where)
 

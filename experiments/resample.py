@@ -131,7 +131,7 @@ def open_replicates(path: Path | str) -> Replicates:
         found = Replicates(
             data["trace"], data["allocators"], data["unit"], data["footer"], table, intervals(table, names)
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file}: cannot be read as a study of resamples ({error})") from None
     if data.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{file}: schema_version: expected {SCHEMA_VERSION}")

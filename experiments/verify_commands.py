@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-ABSENT = 3  # exit code: the real package is not there, nothing was compared
+ABSENT = 3  # exit code: the real package is not there, or nothing can be recomputed: nothing was compared
 
 verify_app = typer.Typer(
     name="verify",
@@ -58,21 +59,35 @@ def upstream(
 def result(
     results: Annotated[
         list[Path],
-        typer.Argument(help="Folders of compare, run or sweep, or tables of forks.", metavar="RESULT..."),
+        typer.Argument(help="Results of any kind that `kvarena verify kinds` lists.", metavar="RESULT..."),
     ],
     again: Annotated[bool, typer.Option("--again", help="Also run each config once more; compare every row.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line a result on stdout.")] = False,
 ) -> None:
     """Recompute every summary number from the raw rows, check the conservation laws and the hashes of all files.
 
-    Exit code 1 when anything differs."""
+    Every result is reported. Exit code 1: one does not stand. 2: one cannot be read. 3: nothing of one can be
+    recomputed, with the reason. 0: all stand."""
     from kvarena.experiments.style import printable
     from kvarena.experiments.verify_result import verdict_json, verify
 
-    verdicts = []
+    codes = set()
     for path in results:
-        verdict = verify(path, again=again)
-        verdicts.append(verdict)
+        try:
+            verdict = verify(path, again=again)
+        except ValueError as error:
+            print(f"kvarena: {printable(str(error))}", file=sys.stderr)
+            codes.add(2)
+            continue
+        codes.add(1 if not verdict.stands else ABSENT if verdict.why_not else 0)
         for line in [verdict_json(verdict)] if as_json else verdict.lines():
             print(line if as_json else printable(line))
-    raise typer.Exit(0 if all(verdict.stands for verdict in verdicts) else 1)
+    raise typer.Exit(next(code for code in (1, 2, ABSENT, 0) if code in codes))
+
+
+@verify_app.command(epilog="Example: kvarena verify kinds")
+def kinds() -> None:
+    """List the kinds of result: what writes them, and what is recomputed of them or why nothing is."""
+    from kvarena.experiments.verify_kinds import kind_lines
+
+    print("\n".join(kind_lines()))

@@ -2,88 +2,42 @@
 
 A folder of `compare` or `run`: every number of the summary again from the rows (`verify_numbers.py`), the laws
 (`verify_laws.py`), the hash of every file against the provenance, and the trace's where it is at hand. A sweep's
-folder: each of its cells, its index and its table. A table of `kvarena forks`: the study once more, having no rows.
+folder: each of its cells, its index and its table. `verify_kinds.py` lists the other kinds.
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from kvarena.experiments.partial import PARTIAL, load_partial, partial_words, read_partial
 from kvarena.experiments.provenance import sha256
-from kvarena.experiments.results import KEYS, MANIFEST, Result, load_result
-from kvarena.experiments.sweep import INDEX
+from kvarena.experiments.results import KEYS, Result, load_result
 from kvarena.experiments.verify_laws import LAWS
 from kvarena.experiments.verify_numbers import SKIP, UNSEEN, CellRows, agrees, recomputed
+from kvarena.experiments.verify_verdict import Verdict, verdict_json
 
-SHOWN = 20  # problems printed of one result
-
-
-@dataclass
-class Verdict:
-    """What was checked in one result, and what did not hold.
-
-    checked   kind of check -> how often it was made
-    problems  one line each; none: the result stands
-    unseen    numbers that the rows cannot give back, with the reason
-    notes     what could not be checked here, such as a trace that is not at hand
-    """
-
-    path: Path
-    what: str
-    checked: Counter[str] = field(default_factory=Counter)
-    problems: list[str] = field(default_factory=list)
-    unseen: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def stands(self) -> bool:
-        return not self.problems
-
-    def check(self, kind: str, fine: bool, problem: str) -> None:
-        """Count one check, and note its fault."""
-        self.checked[kind] += 1
-        if not fine:
-            self.problems.append(problem)
-
-    def lines(self) -> Iterator[str]:
-        """For people: counts, then what is wrong."""
-        counts = ", ".join(f"{count:,} {kind}" for kind, count in self.checked.items())
-        yield f"{self.path}: {self.what}: {'stands' if self.stands else 'DOES NOT STAND'} (checked: {counts})"
-        for reason in dict.fromkeys(self.unseen.values()):
-            names = ", ".join(name for name, why in self.unseen.items() if why == reason)
-            yield f"  not in the rows: {names} ({reason})"
-        yield from (f"  note: {note}" for note in self.notes)
-        yield from (f"  WRONG {problem}" for problem in self.problems[:SHOWN])
-        if len(self.problems) > SHOWN:
-            yield f"  ... and {len(self.problems) - SHOWN} more"
+__all__ = ["Verdict", "verdict_json", "verify", "verify_tables"]
 
 
 def verify(path: Path | str, *, again: bool = False) -> Verdict:
-    """Check one result: a folder of `compare`, `run` or `sweep`, or a table of `forks`.
+    """Check one result of any kind of `KINDS`; whatever cannot be recomputed is said to be so, with the reason.
 
     again: also carry out the config once more with this code, and compare every row.
 
     Costs a pass over the rows. Raises ValueError when there is no whole result at `path`.
     """
+    from kvarena.experiments.verify_kinds import kind_at
+
     path = Path(path)
-    if path.is_file():
-        return _verify_forks(path)
-    if (path / INDEX).is_file():
-        return _verify_sweep(path, again)
-    return _verify_folder(path, again)
+    return kind_at(path).verify(path, again)
 
 
 def verify_tables(result: Result, path: Path | None = None) -> Verdict:
     """Check a result's tables against each other, without its files."""
     kind = result.manifest["kind"]
-    if kind not in ("compare", "run"):
-        raise ValueError(f"{MANIFEST}: kind: expected 'compare' or 'run', found {kind!r}")
     verdict = Verdict(path or Path("."), f"{kind} of {result.manifest['trace']}, {len(result.summary)} cells")
     _check_manifest(result, verdict)
     for cell in cells(result):
@@ -92,13 +46,27 @@ def verify_tables(result: Result, path: Path | None = None) -> Verdict:
     return verdict
 
 
-def _verify_folder(path: Path, again: bool) -> Verdict:
+def verify_folder(path: Path, again: bool) -> Verdict:
+    """A folder of `compare` or `run`."""
     result = load_result(path)
     verdict = verify_tables(result, path)
     _check_files(path, result.provenance, verdict)
     _check_trace(result, verdict)
     if again:
         _check_again(result, verdict)
+    return verdict
+
+
+def verify_partial(path: Path, again: bool) -> Verdict:
+    """What an interrupted command left: its files and, of a comparison or run, its finished cells. It never stands."""
+    about = read_partial(path)
+    verdict = Verdict(path, f"PARTIAL {about['kind']}")
+    if about["kind"] in ("compare", "run") and about.get("manifest") and about["finished"]:
+        verdict = verify_tables(load_partial(path), path)
+        verdict.what = f"PARTIAL {verdict.what}"
+    present = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()} - {PARTIAL}
+    _compare_hashes(path, present, about["files"], verdict)
+    verdict.check("whole", False, partial_words(about))
     return verdict
 
 
@@ -160,6 +128,8 @@ def _check_manifest(result: Result, verdict: Verdict) -> None:
     verdict.check("manifest", manifest["reference_pool"] == middle, f"result.json: reference_pool is not {middle}")
     names = [entry["name"] for entry in manifest["allocators"]]
     configured = [entry.get("name") for entry in config.get("allocators", [])]
+    if "partial" in manifest:  # allocators whose turn had not come
+        configured = [name for name in configured if name in names]
     verdict.check("manifest", names == configured, f"config.toml: allocators {configured}, result.json has {names}")
 
 
@@ -169,7 +139,15 @@ def _check_files(path: Path, provenance: dict[str, Any], verdict: Verdict) -> No
     if not isinstance(known, dict):
         verdict.notes.append("provenance.json holds no hashes of the folder's files (written before they were kept)")
         return
-    present = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {"provenance.json"}
+    present = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()} - {"provenance.json"}
+    _compare_hashes(path, present, known, verdict)
+
+
+def _compare_hashes(path: Path, present: set[str], known: dict[str, Any], verdict: Verdict) -> None:
+    drawn = {name for name in known if Path(name).suffix in (".pdf", ".svg", ".png", ".html")}
+    if drawn and not drawn & present:  # a result kept for its numbers
+        verdict.notes.append("figures and report are left out; `kvarena plot` draws them again")
+        known = {name: digest for name, digest in known.items() if name not in drawn}
     for name in sorted(present | known.keys()):
         if name not in known:
             verdict.check("files", False, f"{name}: is not among the files that were written")
@@ -223,7 +201,7 @@ def _carry_out(result: Result) -> Result:
 # --- sweeps ---
 
 
-def _verify_sweep(path: Path, again: bool) -> Verdict:
+def verify_sweep(path: Path, again: bool) -> Verdict:
     """Every finished cell, the states in the index, and the table, which must be the cells' summaries."""
     from kvarena.experiments.sweep import open_sweep, table_of
 
@@ -236,7 +214,7 @@ def _verify_sweep(path: Path, again: bool) -> Verdict:
             "index", state == cell["state"], f"cell {cell['key']}: is {state}, the index says {cell['state']}"
         )
         if state == "finished":
-            one = _verify_folder(folder, again)
+            one = verify_folder(folder, again)
             verdict.checked += one.checked
             verdict.unseen |= one.unseen
             verdict.problems += [f"cell {cell['key']}: {problem}" for problem in one.problems]
@@ -246,38 +224,3 @@ def _verify_sweep(path: Path, again: bool) -> Verdict:
     found = (path / "sweep.csv").read_text(encoding="utf-8") if (path / "sweep.csv").is_file() else ""
     verdict.check("table", found == expected, "sweep.csv: is not the finished cells' summaries, row for row")
     return verdict
-
-
-# --- forks ---
-
-
-def _verify_forks(path: Path) -> Verdict:
-    """A table of the fork study: each row is computed once more from its own columns (20 us a decoded token)."""
-    from kvarena.experiments.forking import saving_again
-
-    frame = _read_table(path)
-    needed = {"lengths", "method", "allocator", "width", "requests", "seed", "scale", "saved", "copies"}
-    if missing := sorted(needed - set(frame.columns)):
-        raise ValueError(f"{path}: expected a table of `kvarena forks`, found no column {', '.join(missing)}")
-    verdict = Verdict(path, f"forks, {len(frame)} rows")
-    for stated in frame.to_dict("records"):
-        row = {str(name): value for name, value in stated.items()}
-        found = saving_again(row)
-        for column in ("saved", "copies"):
-            problem = f"{row['lengths']}, {row['method']}, {row['allocator']}, {row['width']}: {column} is "
-            problem += f"{row[column]}, computed again {getattr(found, column)}"
-            verdict.check("numbers", agrees(row[column], getattr(found, column)), problem)
-    return verdict
-
-
-def _read_table(path: Path) -> pd.DataFrame:
-    try:
-        return pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
-    except (OSError, ValueError, pd.errors.ParserError) as error:
-        raise ValueError(f"{path}: cannot be read as a table ({error})") from None
-
-
-def verdict_json(verdict: Verdict) -> str:
-    """One line for programs."""
-    data = {"path": str(verdict.path), "what": verdict.what, "stands": verdict.stands}
-    return json.dumps({**data, "checked": dict(verdict.checked), "problems": verdict.problems})

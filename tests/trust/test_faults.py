@@ -1,7 +1,8 @@
-"""Faults of the machine: kill -9 at any moment of a write, a full disk, a disk that takes no files, a clock set back,
-Ctrl-C. After each, what is on disk is whole or absent, the message says what happened, and a re-run succeeds.
+"""Faults of the machine: kill -9 at any moment of a write, a full disk, a disk that takes no files, a clock set back.
+After each, what is on disk is whole or absent, the message says what happened, and a re-run succeeds.
 
-A sweep that is killed, interrupted, or loses a worker: `tests/experiments/test_sweep.py`, `test_sweep_ray.py`.
+Ctrl-C: `test_interrupts.py`. A sweep that is killed, interrupted, or loses a worker:
+`tests/experiments/test_sweep.py`, `test_sweep_ray.py`.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ def test_a_command_killed_on_the_way_leaves_nothing_that_looks_finished(tmp_path
     child.wait()
     assert child.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial").exists()
     assert not list(tmp_path.rglob("result.json"))
 
 
@@ -111,30 +113,6 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         start_new_session=True,
         preexec_fn=listen,
     )
-
-
-# --- Ctrl-C ---
-
-
-@pytest.mark.parametrize("command", ["compare", "run"])
-def test_ctrl_c_ends_with_130_one_line_and_no_half_result(tmp_path, command):
-    arguments = {
-        "compare": ["compare", "chat", "--set", "seeds=60", "--set", "kernel_batches=0"],
-        "run": ["run", "--set", "trace='chat'", "--set", "seeds=60", "--set", "pool='4 GiB'"],
-    }[command]
-    child = start(*arguments, "--out", str(tmp_path / "out"), "--quiet")
-    time.sleep(4)
-    assert child.poll() is None, "it ended before it could be interrupted"
-    deadline = time.monotonic() + 60
-    while child.poll() is None and time.monotonic() < deadline:
-        os.killpg(child.pid, signal.SIGINT)  # a second one, should the first fall into an import
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(5)
-    _, said = child.communicate()
-    assert child.returncode == 130
-    assert "Traceback" not in said
-    assert "interrupted" in said
-    assert list(tmp_path.iterdir()) == []
 
 
 # --- disks ---

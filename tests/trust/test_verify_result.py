@@ -55,6 +55,9 @@ RESULTS = {
     ),
     "run with a host tier": lambda: engine_run("result_lag=0", "host_pool='1 GiB'", "max_model_len=2000"),
     "run, every tenth step": lambda: engine_run("steps_every=10"),
+    "run on a fixed clock": lambda: engine_run("clock='fixed'"),
+    "run of token on a fixed clock": lambda: engine_run("clock='fixed'", "allocator.kind='token'"),
+    "run on both clocks": lambda: engine_run("clock='both'"),
 }
 
 
@@ -70,6 +73,19 @@ def test_the_run_under_pressure_shows_what_it_is_meant_to_show():
     rows = engine_run().requests
     assert rows["preemptions"].sum() > 0
     assert {"stop", "rejected", "pool"} <= set(rows["end"])
+
+
+def test_a_fixed_clock_cuts_and_leaves_out_and_says_so_alike_in_rows_and_summary():
+    result = engine_run("clock='fixed'")
+    cut = result.requests[result.requests["end"] == "pool"]
+    assert len(cut) > 0
+    assert (cut["cut_output_tokens"] > 0).all()
+    assert (cut["last_token_s"] <= cut["end_s"]).all()
+    whole = result.requests[result.requests["end"] == "stop"]
+    assert (whole["last_token_s"] > whole["first_token_s"]).any()
+    assert result.summary[["mean_batch", "gpu_share", "host_share", "prefill_share"]].isna().all(axis=None)
+    problems = verify_tables(replace(result, requests=result.requests.assign(output_tokens=1))).problems
+    assert any("output_tokens is" in problem for problem in problems)
 
 
 def test_every_summary_column_is_recomputed_or_named_as_not_in_the_rows():
@@ -127,6 +143,8 @@ ROW_EDITS = {
     "a clock that goes back": ("run", "steps", "time_s", 1e6, "times go forward"),
     "an arrival out of order": ("compare", "requests", "arrival_s", 1e6, "times go forward"),
     "a request that nobody knows of": ("run", "steps", "waiting", 50, "ended \\+ running"),
+    "a fixed clock that goes back": ("run on a fixed clock", "steps", "time_s", 1e6, "times go forward"),
+    "one more on a fixed clock": ("run on a fixed clock", "steps", "running", 50, "ended \\+ running"),
     "evictions that the run had not": ("compare", "steps", "evicted_pages", 10**6, "evictions"),
 }
 
@@ -289,7 +307,7 @@ def test_a_table_of_forks_is_computed_again(tmp_path, kind):
 def test_a_file_that_is_no_table_of_forks_is_one_clear_error(tmp_path, content):
     path = tmp_path / "forks.csv"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"forks\.csv: (cannot be read|expected a table)"):
+    with pytest.raises(ValueError, match=r"forks\.csv: (cannot be read|is no result of kvarena)"):
         verify(path)
 
 
