@@ -133,7 +133,7 @@ class PageRows:
         if counts.max() >= self.width:
             self._check_width(seqs[int((counts >= self.width).argmax())], self.width + 1)
         places = self._starts_of(rows) + counts
-        self._flat[places] = page_ids
+        self._flat[places] = np.frombuffer(page_ids, np.int32) if isinstance(page_ids, array) else page_ids
         self._counts[rows] = counts + 1
         self._places.append((rows, counts, places))
 

@@ -37,8 +37,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -56,8 +55,7 @@ SlotsBy = Literal["triton", "torch", "nobody"]
 MAX_VIEWS = 1024  # batch shapes whose views are kept
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):  # made anew each step: three times sooner than a frozen dataclass
     """One step's batch on the device. The tensors are views of the adapter's buffers: valid until its next batch.
 
     table            PageTable of B requests, padded ones included
@@ -314,10 +312,10 @@ class _Upload:
     """One int32 device buffer at a fixed address, filled by one copy from pinned memory.
 
     Host buffers take turns. An event is recorded behind every half round of copies and waited for before that half is
-    written again, so that a step pays for a quarter of an event.
+    written again, so that a step pays for an eighth of an event.
     """
 
-    HALF = 4
+    HALF = 8
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         pinned = device.type == "cuda"

@@ -1,6 +1,7 @@
-"""Packed pages on their way between device and host: in one piece, or in pieces that travel while others are packed.
+"""Packed pages on their way between device and host, piece by piece: one travels while another is packed.
 
-`pack(ids, rows)` launches what packs pages `ids` into `rows` (or unpacks them) on the current stream.
+Copies run on the caller's stream, so that the first needs no event; packing of all pieces but the first runs on a
+stream beside it. Whatever a transfer needs is made once a stream and kept: a call costs a few launches.
 """
 
 from __future__ import annotations
@@ -8,110 +9,182 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import triton
 from torch import Tensor
 
-# Between pool and host: up to ONE_PIECE bytes are packed, then copied, on the caller's stream. More go in pieces of
-# STAGE_BYTES, one packed while the one before travels; a second stream and its events cost the host 50 us and more,
-# which packing 65 MB (40 us) does not repay.
-ONE_PIECE = 96 * 2**20
-STAGE_BYTES = 64 * 2**20
-FIRST_BYTES = 4 * 2**20  # of the piece that nothing overlaps: 0.08 ms at 54 GB/s
+SHORT_BYTES = 8 * 2**20  # of the piece that nothing overlaps: 0.15 ms of travel, in which the host prepares the rest
+STAGE_BYTES = 64 * 2**20  # of other pieces; two of them are kept on the device, no larger than needed
 
-Pack = Callable[[Tensor, Tensor], None]
+# pack(ids, first, count, rows): launch what packs pages ids[first : first + count] into `rows`, or unpacks them, on the
+# current stream. `ids` is int32, on the device or in pinned memory, which kernels read too.
+Pack = Callable[[Tensor, int, int, Tensor], None]
+# checked(piece): the ids of some rows, int64 on the host; raises ValueError for one that is none of the pool
+Checked = Callable[[slice], Tensor]
 
 
 def _pieces(num_pages: int, page_bytes: int) -> list[slice]:
     """Rows of each piece that travels between device and host: a short one first, so that the copy starts soon."""
-    first = max(1, FIRST_BYTES // page_bytes)
+    first = max(1, SHORT_BYTES // page_bytes)
+    if num_pages <= first:
+        return [slice(0, num_pages)]
     step = max(1, STAGE_BYTES // page_bytes)
     ends = [*range(first, num_pages, step), num_pages]
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False) if start < end]
 
 
-class _Lane:
-    """For host copies beside the kernels of one stream: a stream of its own, events for the two pieces in flight."""
+class _Ids:
+    """Page ids as int32, in pinned buffers that take turns (a list stays until it was read) and on the device."""
+
+    TURNS = 4
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+        self._device = device
+        self._pinned: list[Tensor] = [torch.empty(0, dtype=torch.int32)] * self.TURNS
+        self._arrays = [held.numpy() for held in self._pinned]
+        self._read = [torch.cuda.Event() for _ in range(self.TURNS)]
+        self._on_device = torch.empty(0, dtype=torch.int32)
+        self._turn = 0
+
+    def begin(self, count: int) -> Tensor:
+        """Pinned memory for a list of `count` ids; waits where the list of four calls ago is still read."""
+        turn = self._turn = (self._turn + 1) % self.TURNS
+        self._read[turn].synchronize()
+        if len(self._arrays[turn]) < count:
+            self._pinned[turn] = torch.empty(max(2**14, 1 << count.bit_length()), dtype=torch.int32, pin_memory=True)
+            self._arrays[turn] = self._pinned[turn].numpy()
+        return self._pinned[turn]
+
+    def put(self, piece: slice, ids: Tensor) -> None:
+        """Write a piece of the list."""
+        self._arrays[self._turn][piece] = ids.numpy()  # numpy: torch would wake its threads
+
+    def upload(self, count: int) -> Tensor:
+        """The list on the device. Whoever read the last one has been waited for, see `_Lane`."""
+        held = self._pinned[self._turn]
+        if len(self._on_device) < count:
+            self._on_device = torch.empty(len(held), dtype=torch.int32, device=self._device)
+        self._on_device[:count].copy_(held[:count], non_blocking=True)
+        return self._on_device
+
+    def done(self, stream: torch.cuda.Stream) -> None:
+        """`stream` has waited for all that reads the list."""
+        self._read[self._turn].record(stream)
+
+
+class _Beside:
+    """`with` this, work goes to a stream's neighbour. Cheaper than torch's own context for streams."""
+
+    def __init__(self, main: torch.cuda.Stream, side: torch.cuda.Stream) -> None:
+        self.main, self.side = main, side
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self.side)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self.main)
+
+
+class _Lane:
+    """What transfers of one stream share: the stream beside it, events, ids, scratch memory for two pieces.
+
+    At the end of every transfer `main` has waited for `side`, and `side` begins by waiting for `main`.
+    """
+
+    def __init__(self, main: torch.cuda.Stream) -> None:
+        self.main, self.side = main, torch.cuda.Stream(main.device)
+        self.beside = _Beside(self.main, self.side)
+        self.begun = torch.cuda.Event()
         self.packed = (torch.cuda.Event(), torch.cuda.Event())
-        self.copied = (torch.cuda.Event(), torch.cuda.Event())
+        self.moved = (torch.cuda.Event(), torch.cuda.Event())
+        self.ids = _Ids(main.device)
+        self._scratch = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._sizes = [0, 0]
+
+    def stages(self, pieces: list[slice], width: int) -> list[Tensor]:
+        """Scratch for pieces of rows of `width` bytes, uint8: even pieces the first, odd ones the second."""
+        for i, piece in enumerate(pieces[:4]):  # the longest of either are among them
+            size = (piece.stop - piece.start) * width
+            if self._sizes[i % 2] < size:
+                self._scratch[i % 2] = torch.empty(size, dtype=torch.uint8, device=self.main.device)
+                self._sizes[i % 2] = size
+        return self._scratch
 
 
 _lanes: dict[tuple[torch.device, int], _Lane] = {}
 
 
-def _lane(main: torch.cuda.Stream) -> _Lane:
-    key = (main.device, main.cuda_stream)
+def _lane(device: torch.device) -> _Lane:
+    key = (device, triton.runtime.driver.active.get_current_stream(device.index))
     found = _lanes.get(key)
     if found is None:
-        found = _lanes[key] = _Lane(main.device)
+        found = _lanes[key] = _Lane(torch.cuda.current_stream(device))
     return found
 
 
-def _stage(pieces: list[slice], page_bytes: int, device: torch.device) -> Tensor:
-    """Scratch on the device, [pieces in flight, rows, bytes a page]."""
-    rows = max(piece.stop - piece.start for piece in pieces)
-    return torch.empty((min(2, len(pieces)), rows, page_bytes), dtype=torch.uint8, device=device)
+def _pair(packed: Tensor, scratch: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
+    """The rows of a piece in host memory, and as many bytes of scratch memory; both flat."""
+    width = packed.shape[1]
+    start, stop = piece.start * width, piece.stop * width
+    return packed.view(-1)[start:stop], scratch[: stop - start]
 
 
-def send(ids: Tensor, out: Tensor, pack: Pack) -> None:
-    """Pack pages `ids` (on the device) and copy them to `out` [n, bytes a page] in host memory.
+def send(out: Tensor, device: torch.device, checked: Checked, pack: Pack) -> None:
+    """Pack pages of `device` and copy them to `out` [n, bytes a page] in host memory.
 
-    In pieces: one is packed on the current stream while the one before travels on the side stream.
+    Ids of the first piece are checked before it goes, the others while it travels.
     """
-    device = ids.device
-    if out.numel() <= ONE_PIECE:
-        whole = torch.empty_like(out, device=device)
-        pack(ids, whole)
-        out.copy_(whole, non_blocking=True)
-        return
-    main = torch.cuda.current_stream(device)
-    lane = _lane(main)
-    pieces = _pieces(*out.shape)
-    stage = _stage(pieces, out.shape[1], device)
+    lane, count = _lane(device), out.shape[0]
+    main, side, pieces = lane.main, lane.side, _pieces(*out.shape)
+    first = pieces[0]
+    listed, stages = lane.ids.begin(count), lane.stages(pieces, out.shape[1])
+    lane.ids.put(first, checked(first))
+    pack(listed, 0, first.stop, stages[0])  # ids from pinned memory: sooner than to copy them first
+    if len(pieces) > 1:
+        lane.begun.record(main)
+    try:
+        for i, piece in enumerate(pieces):
+            if i == 1:
+                rest = slice(first.stop, count)
+                lane.ids.put(rest, checked(rest))
+            if i > 0:
+                with lane.beside:
+                    side.wait_event(lane.begun if i == 1 else lane.moved[i % 2])
+                    listed = lane.ids.upload(count) if i == 1 else listed
+                    pack(listed, piece.start, piece.stop - piece.start, stages[i % 2])
+                lane.packed[i % 2].record(side)
+                main.wait_event(lane.packed[i % 2])
+            rows, stage = _pair(out, stages[i % 2], piece)
+            rows.copy_(stage, non_blocking=True)
+            if i + 2 < len(pieces):
+                lane.moved[i % 2].record(main)
+    finally:
+        lane.ids.done(main)
+
+
+def fetch(packed: Tensor, device: torch.device, checked: Checked, unpack: Pack) -> None:
+    """Copy `packed` [n, bytes a page] from host memory and unpack it into pages of `device`.
+
+    Ids are checked when the first copy, into scratch memory, is under way, which does not need them. The short piece
+    comes last.
+    """
+    lane, count = _lane(device), packed.shape[0]
+    main, side, pieces = lane.main, lane.side, _pieces(*packed.shape)[::-1]
+    stages = lane.stages(pieces, packed.shape[1])
     for i, piece in enumerate(pieces):
-        buffer = stage[i % 2, : piece.stop - piece.start]
+        rows, stage = _pair(packed, stages[i % 2], piece)
         if i >= 2:
-            main.wait_event(lane.copied[i % 2])
-        pack(ids[piece], buffer)
-        lane.packed[i % 2].record(main)
-        with torch.cuda.stream(lane.stream):
-            lane.stream.wait_event(lane.packed[i % 2])
-            out[piece].copy_(buffer, non_blocking=True)
-            lane.copied[i % 2].record(lane.stream)
-    main.wait_event(lane.copied[(len(pieces) - 1) % 2])
-
-
-def fetch(packed: Tensor, device: torch.device, upload: Callable[[], Tensor], unpack: Pack) -> None:
-    """Copy `packed` [n, bytes a page] from host memory and unpack it into the pages that `upload` gives.
-
-    `upload` checks the ids and puts them on the device; it is called when the first copy, into scratch memory, is
-    under way, which does not need them. In pieces: one travels on the side stream while the one before is unpacked;
-    the short piece comes last.
-    """
-    if packed.numel() <= ONE_PIECE:
-        whole = packed.to(device, non_blocking=True)
-        unpack(upload(), whole)
-        return
-    main = torch.cuda.current_stream(device)
-    lane = _lane(main)
-    pieces = _pieces(*packed.shape)[::-1]
-    stage = _stage(pieces, packed.shape[1], device)
-    lane.stream.wait_stream(main)  # the scratch memory may still be in use there
-    ids = None
-    for i, piece in enumerate(pieces):
-        buffer = stage[i % 2, : piece.stop - piece.start]
-        with torch.cuda.stream(lane.stream):
-            if i >= 2:
-                lane.stream.wait_event(lane.packed[i % 2])
-            buffer.copy_(packed[piece], non_blocking=True)
-            lane.copied[i % 2].record(lane.stream)
-        if ids is None:
-            try:
-                ids = upload()
-            except ValueError:
-                main.wait_stream(lane.stream)  # the scratch memory goes back to this stream
-                raise
-        main.wait_event(lane.copied[i % 2])
-        unpack(ids[piece], buffer)
-        lane.packed[i % 2].record(main)
+            main.wait_event(lane.packed[i % 2])
+        stage.copy_(rows, non_blocking=True)
+        if i == 0:
+            whole = slice(0, count)
+            ids = checked(whole)
+            lane.ids.begin(count)
+            lane.ids.put(whole, ids)
+            listed = lane.ids.upload(count)  # on this stream: beside it, ids could queue behind the second piece
+        lane.moved[i % 2].record(main)
+        with lane.beside:
+            side.wait_event(lane.moved[i % 2])
+            unpack(listed, piece.start, piece.stop - piece.start, stages[i % 2])
+        lane.packed[i % 2].record(side)
+    main.wait_event(lane.packed[(len(pieces) - 1) % 2])
+    lane.ids.done(main)

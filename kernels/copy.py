@@ -9,10 +9,11 @@ The ids come from an allocator, on the host: lists of ints or CPU tensors, check
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import triton
 import triton.language as tl
 from kvarena.kernels import _host
 from kvarena.kernels._launch import (
+    Launch,
     call_key,
     ceil_div,
     check_device,
@@ -34,6 +36,7 @@ from torch import Tensor
 
 Ids = Sequence[int] | Tensor
 BLOCK_BYTES = 16384  # of one program, by four warps: 3.5 and 3.4 TB/s for 1 and 32 layers on one H200
+PACK_WARPS = 4
 
 
 @triton.jit
@@ -59,26 +62,32 @@ def _copy_kernel(base_ptr, table_ptr, ids_ptr, num_pairs, UNIT: tl.constexpr, AL
     tl.store(base + dst * stride + o, tl.load(base + src * stride + o, mask=m), mask=m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count"])
 def _pack_kernel(
     base_ptr,
     table_ptr,
     ids_ptr,
     packed_ptr,
     page_units,
+    first,
+    count,
     UNIT: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
+    PAGES: tl.constexpr,
     GATHER: tl.constexpr,
 ):
-    """packed [n, page_units]: page ids[i] of every run, one after the other, in row i."""
-    i_page = tl.program_id(0).to(tl.int64)
-    page = tl.load(ids_ptr + i_page).to(tl.int64)
+    """packed [count, page_units]: page ids[first + i] of every run, one after the other, in row i.
+
+    Programs take PAGES rows. Behind the last they take the last one again, which changes nothing.
+    """
+    row = tl.minimum(tl.program_id(0) * PAGES + tl.arange(0, PAGES), count - 1).to(tl.int64)
+    page = tl.load(ids_ptr + first + row).to(tl.int64)
     base, stride, length, place = _run_of(base_ptr, table_ptr, UNIT, ALIGN)
     o = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    m = o < length
-    p_pool = base + page * stride + o
-    p_packed = packed_ptr.to(tl.pointer_type(UNIT)) + i_page * page_units + place + o
+    m = (o < length)[None, :]
+    p_pool = base + (page * stride)[:, None] + o[None, :]  # [PAGES, BLOCK]
+    p_packed = packed_ptr.to(tl.pointer_type(UNIT)) + (row * page_units + place)[:, None] + o[None, :]
     if GATHER:
         tl.store(p_packed, tl.load(p_pool, mask=m), mask=m)
     else:
@@ -87,17 +96,29 @@ def _pack_kernel(
 
 @dataclass(frozen=True)
 class _Runs:
-    """The contiguous runs that one page has in a set of pool tensors, for one launch."""
+    """The contiguous runs that one page has in a set of pool tensors, and the launches over them."""
 
+    num_runs: int
     table: Tensor  # int64 [runs, 4]: start behind the first tensor's first byte, page stride, length, place; in units
     unit: int  # bytes
     aligned: bool  # every number is a multiple of 16 bytes
     longest: int  # units
     page_bytes: int
+    launches: dict[tuple[bool, ...], Launch] = field(default_factory=dict)
+
+    @functools.cached_property
+    def block(self) -> int:
+        """Units of one run that a program takes."""
+        return min(next_power_of_two(self.longest), BLOCK_BYTES // self.unit)
+
+    @functools.cached_property
+    def pages(self) -> int:
+        """Pages of which a program takes a block when it packs; several where they are small."""
+        return max(1, BLOCK_BYTES // (self.block * self.unit))
 
     def constants(self) -> dict[str, Any]:
         """Compile-time arguments and options of the launch."""
-        block = min(next_power_of_two(self.longest), BLOCK_BYTES // self.unit)
+        block = self.block
         return {
             "UNIT": {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[self.unit],
             "ALIGN": 16 // self.unit if self.aligned else 1,
@@ -106,8 +127,17 @@ class _Runs:
         }
 
     def grid(self, num_pages: int) -> tuple[int, int, int]:
-        block = min(next_power_of_two(self.longest), BLOCK_BYTES // self.unit)
-        return num_pages, self.table.shape[0], ceil_div(self.longest, block)
+        return num_pages, self.num_runs, ceil_div(self.longest, self.block)
+
+    def pack(self, base: Tensor, ids: Tensor, first: int, count: int, packed: Tensor, gather: bool) -> None:
+        """Launch `_pack_kernel` for pages ids[first : first + count]; `base` is the first of the tensors."""
+        key = (gather, ids.is_cuda, ids.data_ptr() % 16 == 0, packed.data_ptr() % 16 == 0)
+        call = self.launches.get(key)
+        if call is None:
+            constants = {**self.constants(), "PAGES": self.pages, "GATHER": gather, "num_warps": PACK_WARPS}
+            call = self.launches[key] = Launch(_pack_kernel, (1, 1, 1), (), constants)
+        grid = self.grid(ceil_div(count, self.pages))
+        call((base, self.table, ids, packed), grid, (self.page_bytes // self.unit, first, count))
 
 
 def _page_runs(name: str, tensor: Tensor) -> tuple[int, list[int]]:
@@ -128,13 +158,13 @@ _runs_cache: dict[tuple[object, ...], _Runs] = {}
 
 
 def _runs(tensors: list[Tensor]) -> _Runs:
-    """The runs of `tensors`, kept between calls for as long as addresses and shapes stay."""
+    """The runs of `tensors`, checked and kept between calls for as long as addresses and shapes stay."""
     key = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors)
     found = _runs_cache.get(key)
     if found is None:
         if len(_runs_cache) >= 64:
             _runs_cache.clear()
-        found = _runs_cache[key] = _build_runs(tensors)
+        found = _runs_cache[key] = _build_runs(_check_tensors(tensors))
     return found
 
 
@@ -150,11 +180,14 @@ def _build_runs(tensors: list[Tensor]) -> _Runs:
     unit = min(divisor, 8)
     table = torch.tensor([[number // unit for number in row] for row in rows], dtype=torch.int64)
     longest = max(row[2] for row in rows) // unit
-    return _Runs(table.to(tensors[0].device), unit, divisor == 16, longest, place)
+    return _Runs(len(rows), table.to(tensors[0].device), unit, divisor == 16, longest, place)
 
 
-def _check_tensors(pool_tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    tensors = [pool_tensors] if isinstance(pool_tensors, Tensor) else list(pool_tensors)
+def _tensors(pool_tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [pool_tensors] if isinstance(pool_tensors, Tensor) else list(pool_tensors)
+
+
+def _check_tensors(tensors: list[Tensor]) -> list[Tensor]:
     if not tensors:
         fail("pool_tensors", "at least one tensor", "none")
     for i, tensor in enumerate(tensors):
@@ -190,7 +223,7 @@ def _listed(name: str, ids: Sequence[int]) -> Tensor:
 
 def check_page_ids(pool_tensors: Tensor | Sequence[Tensor], page_ids: Ids) -> tuple[list[Tensor], Tensor]:
     """Raise ValueError for tensors or ids that do not fit; return the tensors listed, and the ids as int64 [n]."""
-    tensors = _check_tensors(pool_tensors)
+    tensors = _check_tensors(_tensors(pool_tensors))
     return tensors, _host_ids("page_ids", page_ids, tensors[0].shape[0])
 
 
@@ -198,7 +231,7 @@ def check_copy(
     pool_tensors: Tensor | Sequence[Tensor], src_ids: Ids, dst_ids: Ids
 ) -> tuple[list[Tensor], list[int], list[int]]:
     """Raise ValueError for a copy that is not well defined; return tensors, sources and targets as lists."""
-    tensors = _check_tensors(pool_tensors)
+    tensors = _check_tensors(_tensors(pool_tensors))
     src = _host_ids("src_ids", src_ids, tensors[0].shape[0])
     dst = _host_ids("dst_ids", dst_ids, tensors[0].shape[0])
     if len(src) != len(dst):
@@ -219,7 +252,10 @@ def _check_distinct(name: str, targets: Tensor, num_pages: int) -> None:
 
 def check_packed(name: str, packed: Tensor, tensors: list[Tensor], num_pages: int) -> Tensor:
     """Raise ValueError unless `packed` is a contiguous uint8 [num_pages, bytes a page]."""
-    page_bytes = sum(t.numel() // t.shape[0] * t.element_size() for t in tensors)
+    return _check_rows(name, packed, num_pages, sum(t.numel() // t.shape[0] * t.element_size() for t in tensors))
+
+
+def _check_rows(name: str, packed: Tensor, num_pages: int, page_bytes: int) -> Tensor:
     check_dtype(name, packed, (torch.uint8,))
     if packed.shape != (num_pages, page_bytes) or not packed.is_contiguous():
         fail(name, f"a contiguous [{num_pages}, {page_bytes}]", f"{list(packed.shape)}, strides {packed.stride()}")
@@ -277,26 +313,37 @@ def gather_pages(pool_tensors: Tensor | Sequence[Tensor], page_ids: Ids, out: Te
     pool_tensors  as for `copy_pages`
     page_ids      n page ids, on the host
     out           uint8 [n, bytes a page], contiguous; on the pool's device (default: new), or in host memory
-                  (pinned, else the copy waits); long lists are packed and copied piece by piece, overlapping
+                  (pinned, else the copy waits), where it is packed and copied piece by piece, overlapping, through
+                  up to 128 MiB of scratch memory, kept for each stream
 
     Stream ordered: a host `out` is complete when the current stream has reached this point.
-    Raises ValueError for ids outside the pool, or an `out` that does not fit.
+    Raises ValueError for ids outside the pool, or an `out` that does not fit; a long `out` in host memory may hold some
+    pages by then, since ids are checked while others travel.
     """
-    tensors, ids = check_page_ids(pool_tensors, page_ids)
-    device = tensors[0].device
+    tensors = _tensors(pool_tensors)
+    runs, base = _runs(tensors), tensors[0]
+    device, count = base.device, _count(page_ids)
     check_runnable(device)
-    runs = _runs(tensors)
     if out is None:
-        out = torch.empty((len(ids), runs.page_bytes), dtype=torch.uint8, device=device)
-    check_packed("out", out, tensors, len(ids))
-    if not len(ids):
+        out = torch.empty((count, runs.page_bytes), dtype=torch.uint8, device=device)
+    _check_rows("out", out, count, runs.page_bytes)
+    if out.device != device and count:
+        pages = base.shape[0]
+        _host.send(
+            out,
+            device,
+            lambda piece: _host_ids("page_ids", page_ids[piece], pages),
+            functools.partial(runs.pack, base, gather=True),
+        )
         return out
-    if out.device == device:
-        _pack(tensors, runs, _upload(ids, device), out, gather=True)
-    else:
-        on_device = _upload(ids, device)
-        _host.send(on_device, out, lambda some, rows: _pack(tensors, runs, some, rows, gather=True))
+    ids = _host_ids("page_ids", page_ids, base.shape[0])
+    if count:
+        runs.pack(base, _upload(ids, device), 0, count, out, gather=True)
     return out
+
+
+def _count(page_ids: Ids) -> int:
+    return page_ids.numel() if isinstance(page_ids, Tensor) else len(page_ids)
 
 
 def scatter_pages(packed: Tensor, pool_tensors: Tensor | Sequence[Tensor], page_ids: Ids) -> None:
@@ -307,31 +354,20 @@ def scatter_pages(packed: Tensor, pool_tensors: Tensor | Sequence[Tensor], page_
     Raises ValueError, before anything is written, for a page named twice, ids outside the pool, or a `packed`
     that does not fit.
     """
-    tensors = _check_tensors(pool_tensors)
-    check_packed("packed", packed, tensors, page_ids.numel() if isinstance(page_ids, Tensor) else len(page_ids))
-    device = tensors[0].device
+    tensors = _tensors(pool_tensors)
+    runs, base = _runs(tensors), tensors[0]
+    _check_rows("packed", packed, _count(page_ids), runs.page_bytes)
+    device = base.device
     check_runnable(device)
-    runs = _runs(tensors)
 
-    def checked_ids() -> Tensor:
-        ids = _host_ids("page_ids", page_ids, tensors[0].shape[0])
-        _check_distinct("page_ids", ids, tensors[0].shape[0])
+    def checked(piece: slice) -> Tensor:
+        ids = _host_ids("page_ids", page_ids[piece], base.shape[0])
+        _check_distinct("page_ids", ids, base.shape[0])
         return ids
 
     if packed.device == device or not len(packed):
-        ids = checked_ids()
+        ids = checked(slice(None))
         if len(ids):
-            _pack(tensors, runs, _upload(ids, device), packed, gather=False)
+            runs.pack(base, _upload(ids, device), 0, len(ids), packed, gather=False)
     else:
-        _host.fetch(
-            packed,
-            device,
-            lambda: _upload(checked_ids(), device),
-            lambda some, rows: _pack(tensors, runs, some, rows, gather=False),
-        )
-
-
-def _pack(tensors: list[Tensor], runs: _Runs, ids: Tensor, packed: Tensor, gather: bool) -> None:
-    args = (tensors[0], runs.table, ids, packed, runs.page_bytes // runs.unit)
-    key = (gather, runs.unit, runs.aligned, runs.longest, runs.page_bytes, call_key(tensors[0], ids, packed))
-    launch(_pack_kernel, runs.grid(ids.shape[0]), args, {**runs.constants(), "GATHER": gather}, key)
+        _host.fetch(packed, device, checked, functools.partial(runs.pack, base, gather=False))

@@ -338,7 +338,7 @@ def _prepare(
     capacity = table.entries.shape[1] * table.tokens_per_entry
     visible = capacity if window is None else min(capacity, window)
     itemsize = key_cache.element_size()
-    config = decode_config(batch, kv_blocks * head_blocks, visible, join * head_dim * itemsize, itemsize)
+    config = decode_config(batch, kv_blocks * head_blocks, visible, join * head_dim * itemsize, itemsize, block_h)
     if num_splits is not None and num_splits < 1:
         fail("num_splits", "None or at least 1", num_splits)
     splits = num_splits or config.num_splits

@@ -5,7 +5,8 @@
 All K and V, those of the new tokens too, are read from the pool: call store_kv first. Decode rows (one new
 token) and prefill rows mix freely.
 
-Grid: (KV head, tile), KV head fastest, long tiles first. A tile is BLOCK_M rows of one request and one KV head:
+Grid: (KV head of a group, tile, group), KV head fastest, long tiles first; a group is as many heads as have their K
+and V in L2 together. A tile is BLOCK_M rows of one request and one KV head:
 row r is token r // G, query head r % G of the group of G heads; BLOCK_M // G tokens, the remaining rows idle.
 The number of tiles depends on shapes only: request b's tiles start at query_start_loc[b] // tokens + b, and each
 program finds its request by counting. One more "request" holds the padding behind the last token: zeros, lse -inf.
@@ -48,7 +49,7 @@ from kvarena.kernels._paged import cap_scores, finish, locate, softmax_step
 from kvarena.kernels._rows import load_rows
 from kvarena.kernels.extend_gluon import box_view
 from kvarena.kernels.page_table import PageTable
-from kvarena.kernels.tiles import BOX_ROWS, extend_config
+from kvarena.kernels.tiles import BOX_ROWS, extend_config, heads_together
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -156,7 +157,7 @@ def _extend_kernel(
     HAS_SLOPES: tl.constexpr,
     BOXES: tl.constexpr,
 ):
-    i_kv = tl.program_id(0)
+    i_kv = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     i_b, i_tile = _find_request(start_ptr, num_requests, tl.num_programs(1) - 1 - tl.program_id(1), TOKENS, BLOCK_B)
     is_request = i_b < num_requests
     start = tl.load(start_ptr + i_b)
@@ -460,7 +461,8 @@ def _prepare(
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-    grid = (num_kv_heads, num_tokens // tokens + batch + 1, 1)
+    together = heads_together(num_kv_heads, capacity * (head_dim + head_dim_v) * key_cache.element_size())
+    grid = (together, num_tokens // tokens + batch + 1, num_kv_heads // together)
     return _Call(
         shape=shape,
         hopper=_takes_hopper(tensors, options, backend),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvarena.kernels._numbers import ceil_div, next_power_of_two
 
 BOX_ROWS = 64  # pages of this many tokens hold whole blocks of keys, which a descriptor (TMA) fetches in one piece
+L2_BYTES = 24 * 2**20  # of K and V that programs in flight share: L2 holds it beside what passes through
 MAX_PROGRAMS = 16384  # splits stop here: wide tables of short requests would launch mostly empty programs
 
 
@@ -21,7 +22,9 @@ class DecodeConfig:
     num_splits: int
 
 
-def decode_config(batch: int, kv_blocks: int, capacity: int, row_bytes: int, itemsize: int = 2) -> DecodeConfig:
+def decode_config(
+    batch: int, kv_blocks: int, capacity: int, row_bytes: int, itemsize: int = 2, block_h: int = 16
+) -> DecodeConfig:
     """Tile sizes from shapes alone.
 
     batch      requests
@@ -29,11 +32,14 @@ def decode_config(batch: int, kv_blocks: int, capacity: int, row_bytes: int, ite
     capacity   tokens that a row of the table can name (or the window, if smaller)
     row_bytes  bytes of one K row in the pool
     itemsize   bytes of one number in the pool
+    block_h    query heads of a program, padded
 
     From runs on one H200 (results/h200). A program takes 256 to 4,096 tokens, chosen so that all of them are just
     under two waves of what the multiprocessors hold at once, or many: one program with 128-token blocks (the most
     bytes in flight, where a chunk is long or work is plenty), two or three with 64, four with 32 where requests are
     short. From 2^24 tokens on chunks are shorter again: a long request in a mixed batch must not end last.
+    With 32-token blocks of short requests one warp a program is enough, and looks up each place in the table once; two
+    warps both do, which costs 1 % on tables with an entry a token.
     Blocks are for rows of 256 bytes: longer ones halve them so that loads in flight fit in shared memory, rows of
     128 bytes (one-byte caches, head_dim 64) want more programs or stages.
     """
@@ -56,7 +62,8 @@ def decode_config(batch: int, kv_blocks: int, capacity: int, row_bytes: int, ite
     elif length >= 4096:
         block_n, num_warps, num_stages = (128, 4, 4) if row_bytes > 128 else (128, 4, 6)
     elif work >= 2**20 and length <= 1024:
-        block_n, num_warps, num_stages = 32, 2, 4
+        single = block_h <= 16 and itemsize == 2 and 128 < row_bytes <= 256
+        block_n, num_warps, num_stages = 32, 1 if single else 2, 4
     else:
         block_n, num_warps, num_stages = 64, 2, 3
     while row_bytes > 256 and block_n > 16:
@@ -116,3 +123,12 @@ def extend_config(
         shape = (256, 64, 8, 3) if rows > 128 and plain else (128, 64, 8, 3)
     block_m, block_n, num_warps, num_stages = shape
     return ExtendConfig(max(block_m, next_power_of_two(group)), block_n, num_warps, num_stages)
+
+
+def heads_together(num_kv_heads: int, head_bytes: int) -> int:
+    """KV heads whose tiles run side by side: the most, a divisor of all, whose K and V fit in L2.
+
+    head_bytes  K and V of one head of the longest request that the table can name
+    """
+    fit = max(1, L2_BYTES // max(head_bytes, 1))
+    return max(n for n in range(1, min(fit, num_kv_heads) + 1) if num_kv_heads % n == 0)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from kvarena.allocators.decode_batch import StepReservation
 from kvarena.allocators.interface import Reservation, Sequence
-from kvarena.experiments.bench.timing import capture, host_us, time_all
+from kvarena.experiments.bench.timing import capture, host_all, time_all
 from kvarena.kernels.step import StepBuffers, apply_step, gather_rows
 
 REQUESTS = 256
@@ -37,10 +37,15 @@ class _Pages:
 
 def adapter_rows() -> Iterator[dict[str, Any]]:
     """Host rows first, device rows behind them."""
-    for kind in ("block_table", "req_to_token"):
-        for name, page_size, call in _host_calls(kind):
-            row = {"op": "host", "what": f"adapter_{name}", "table": kind, "page": page_size, "kernel": "kvarena"}
-            yield row | {"us": round(host_us(call), 1)}
+    calls = {
+        (kind, name, page_size): call
+        for kind in ("block_table", "req_to_token")
+        for name, page_size, call in _host_calls(kind)
+    }
+    for (kind, name, page_size), timed in host_all(calls).items():
+        row = {"op": "host", "what": f"adapter_{name}", "table": kind, "page": page_size, "kernel": "kvarena"}
+        found = timed.row()
+        yield row | {"us": found["us"], "spread": found["spread"]}
     for labels, call in _device_calls():
         timed = time_all({"kvarena": capture([call], times=20)})["kvarena"]
         yield {"op": "adapter", **labels, "kernel": "kvarena", "us": round(timed.us, 2), "spread": timed.spread}

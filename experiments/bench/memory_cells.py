@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import statistics
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +13,7 @@ from kvarena.experiments.bench.adapter_cells import adapter_rows
 from kvarena.experiments.bench.attention_cells import pool_views
 from kvarena.experiments.bench.runner import Cell, Competition
 from kvarena.experiments.bench.shapes import EXTEND_SHAPES, POOL_SLOTS, make_starts, make_table
-from kvarena.experiments.bench.timing import host_us
+from kvarena.experiments.bench.timing import host_all, wall_all
 from kvarena.kernels import copy, extend_gluon, reference
 from kvarena.kernels.decode import paged_decode
 from kvarena.kernels.extend import paged_extend
@@ -149,7 +147,6 @@ def swap_rows() -> Iterator[dict[str, Any]]:
         ids = torch.randperm(pool.num_pages)[:count] + 1
         host = torch.empty((count, pool.bytes_per_page), dtype=torch.uint8, pin_memory=True)
         _check_swap(pool, ids, host)
-        time.sleep(1)  # torch's CPU threads, woken by the comparison, spin for 0.2 s and hold the host up
         device = torch.empty_like(host, device="cuda")
         ways: dict[str, Callable[[], object]] = {
             "out": functools.partial(copy.gather_pages, pool.layers, ids, host),
@@ -157,12 +154,11 @@ def swap_rows() -> Iterator[dict[str, Any]]:
             "out_contiguous": functools.partial(host.copy_, device, non_blocking=True),
             "in_contiguous": functools.partial(device.copy_, host, non_blocking=True),
         }
-        for way, call in ways.items():
-            us = _wall_us(call)
-            gbps = round(host.numel() / us / 1e3, 1)
+        for way, timed in wall_all(ways).items():
             kernel = "one copy" if way.endswith("contiguous") else "kvarena"
             labels = {"op": "swap", "page": page, "mb": round(num_bytes / 1e6), "way": way.split("_")[0]}
-            yield {**labels, "kernel": kernel, "us": us, "gbps": gbps}
+            found = timed.row()
+            yield {**labels, "kernel": kernel, **found, "gbps": round(host.numel() / found["us"] / 1e3, 1)}
 
 
 def _check_swap(pool: KVPool, ids: Tensor, host: Tensor) -> None:
@@ -177,18 +173,6 @@ def _check_swap(pool: KVPool, ids: Tensor, host: Tensor) -> None:
     copy.scatter_pages(host, pool.layers, ids)
     if not torch.equal(copy.gather_pages(pool.layers, ids), wanted):
         raise ValueError("scatter_pages: expected the pages that were gathered, found others")
-
-
-def _wall_us(call: Callable[[], object], repeats: int = 31) -> float:
-    """Host clock from call to idle device, microseconds, median."""
-    times = []
-    for _ in range(repeats + 2):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times.append(1e6 * (time.perf_counter() - start))
-    return round(statistics.median(times[2:]), 1)
 
 
 def host_rows() -> Iterator[dict[str, Any]]:
@@ -212,8 +196,9 @@ def host_rows() -> Iterator[dict[str, Any]]:
         "slot_mapping": lambda: compute_slot_mapping(table, starts, positions, mapping),
     }
     calls["adapter"] = _adapter_step()
-    for name, call in calls.items():
-        yield {"op": "host", "what": name, "kernel": "kvarena", "us": round(host_us(call), 1)}
+    for name, timed in host_all(calls).items():
+        found = timed.row()
+        yield {"op": "host", "what": name, "kernel": "kvarena", "us": found["us"], "spread": found["spread"]}
     yield from adapter_rows()
 
 

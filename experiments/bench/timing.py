@@ -11,8 +11,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -84,16 +87,73 @@ def time_all(graphs: Mapping[str, Graph], replays: int = 7, pause_s: float = 0.0
     return {name: Timed(tuple(values)) for name, values in samples.items()}
 
 
-def host_us(call: Callable[[], object], repeats: int = 200) -> float:
-    """Host time of an eager call in microseconds, the device idle again before each block of ten: median of blocks."""
-    for _ in range(5):
-        call()
-    blocks = []
-    for _ in range(max(1, repeats // 10)):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(10):
+@dataclass(frozen=True)
+class HostTimed:
+    """Times on the host's clock, microseconds, one number a sample.
+
+    whole   from the call until the device is idle (of `wall_all`; else as `own`)
+    own     from the call until it returns
+    """
+
+    whole: tuple[float, ...]
+    own: tuple[float, ...]
+
+    def row(self) -> dict[str, float]:
+        """us (median of `whole`), its spread (middle half over the median), host_us (median of `own`)."""
+        low, middle, high = statistics.quantiles(self.whole, n=4)
+        host = statistics.median(self.own)
+        return {"us": round(middle, 1), "spread": round((high - low) / middle, 4), "host_us": round(host, 1)}
+
+
+def _rounds(
+    calls: Mapping[K, Callable[[], object]], rounds: int, sample: Callable[[Callable[[], object]], None]
+) -> None:
+    """Samples of all calls in each round, forwards and backwards, rounds a third of a second apart.
+
+    A host has slow moments, up to twice as slow, that last longer than all samples of a round. The first pause is also
+    for torch's CPU threads, which spin for a while when woken.
+    """
+    for number in range(rounds):
+        time.sleep(0.35)
+        for name in calls if number % 2 == 0 else reversed(list(calls)):
+            sample(calls[name])
+
+
+def host_all(calls: Mapping[K, Callable[[], object]], rounds: int = 8, blocks: int = 4) -> dict[K, HostTimed]:
+    """Host time of eager calls; a sample is the mean of ten calls in a row, the device idle before the first."""
+    samples: dict[Callable[[], object], list[float]] = {call: [] for call in calls.values()}
+
+    def sample(call: Callable[[], object]) -> None:
+        for _ in range(3):  # caches are cold behind the calls before
             call()
-        blocks.append((time.perf_counter() - start) / 10)
-    torch.cuda.synchronize()
-    return 1e6 * statistics.median(blocks)
+        for _ in range(blocks):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(10):
+                call()
+            samples[call].append(1e5 * (time.perf_counter() - start))
+        torch.cuda.synchronize()
+
+    _rounds(calls, rounds, sample)
+    return {name: HostTimed(tuple(samples[call]), tuple(samples[call])) for name, call in calls.items()}
+
+
+def wall_all(calls: Mapping[K, Callable[[], object]], rounds: int = 8, repeats: int = 8) -> dict[K, HostTimed]:
+    """Host clock from the call until the device is idle, and until the call returns."""
+    samples: dict[Callable[[], object], list[tuple[float, float]]] = {call: [] for call in calls.values()}
+
+    def sample(call: Callable[[], object]) -> None:
+        for repeat in range(repeats + 1):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            returned = time.perf_counter()
+            torch.cuda.synchronize()
+            if repeat:  # caches are cold behind the calls before
+                samples[call].append((1e6 * (time.perf_counter() - start), 1e6 * (returned - start)))
+
+    _rounds(calls, rounds, sample)
+    return {
+        name: HostTimed(tuple(whole for whole, _ in samples[call]), tuple(own for _, own in samples[call]))
+        for name, call in calls.items()
+    }

@@ -114,9 +114,8 @@ def test_random_lists_equal_the_reference() -> None:
 def test_pages_go_to_host_memory_and_back(
     num_pages: int, pinned: bool, pieces: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if pieces == "several":
-        monkeypatch.setattr(_host, "ONE_PIECE", 0)
-        monkeypatch.setattr(_host, "STAGE_BYTES", 16 * 2**20)
+    monkeypatch.setattr(_host, "SHORT_BYTES", 2**20 if pieces == "several" else 2**40)
+    monkeypatch.setattr(_host, "STAGE_BYTES", 8 * 2**20)
     pool = KVPool(2, 3000, 16, 4, 64, dtype=torch.float16, device=DEVICE)
     for storage in pool._storage:
         storage.normal_()
@@ -130,6 +129,49 @@ def test_pages_go_to_host_memory_and_back(
     scatter_pages(host, pool.layers, ids)
     assert torch.equal(gather_pages(pool.layers, ids), want)
     assert (pool.key(0)[0] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="streams need a CUDA device")
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_transfers_follow_what_their_stream_did_before_and_come_before_what_it_does_next(
+    own_stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_host, "SHORT_BYTES", 2**20)
+    monkeypatch.setattr(_host, "STAGE_BYTES", 8 * 2**20)
+    pool = KVPool(2, 1500, 16, 4, 64, dtype=torch.float16, device=DEVICE)
+    rng, rounds = random.Random(0), range(1, 9)
+    lists = [rng.sample(range(1, 1501), rng.choice([1, 40, 900, 1400])) for _ in rounds]
+    hosts = [torch.empty((len(ids), pool.bytes_per_page), dtype=torch.uint8, pin_memory=True) for ids in lists]
+    back = []
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream() if own_stream else torch.cuda.current_stream()):
+        for number, ids, host in zip(rounds, lists, hosts, strict=True):  # nothing waits in here
+            pool.fill_(number)
+            gather_pages(pool.layers, ids, host)
+            pool.fill_(0)
+            scatter_pages(host, pool.layers, ids)
+            back.append(pool.key(1)[:, 0, 0, 0].clone())
+            scatter_pages(hosts[0], pool.layers, lists[0])
+            host_again = torch.empty_like(host, device=DEVICE).copy_(host, non_blocking=True)
+            host.copy_(host_again, non_blocking=True)
+    torch.cuda.synchronize()
+    for number, ids, host, found in zip(rounds, lists, hosts, back, strict=True):
+        assert (host.view(torch.float16) == number).all()
+        wanted = torch.zeros(1501).index_fill_(0, torch.tensor(ids), number)
+        assert torch.equal(found.float().cpu(), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="host and device are one without a GPU")
+def test_a_bad_id_after_the_first_copy_from_the_host_writes_nothing_and_harms_no_later_call() -> None:
+    pool = KVPool(1, 3000, 16, 4, 64, dtype=torch.float16, device=DEVICE)
+    host = torch.ones((2, pool.bytes_per_page), dtype=torch.uint8, pin_memory=True)
+    with pytest.raises(ValueError, match="page ids from 0 to 3000, found 3001"):
+        scatter_pages(host, pool.layers, [1, 3001])
+    assert not any(tensor.any() for tensor in pool.layers)
+    scatter_pages(host, pool.layers, [1, 2])
+    assert torch.equal(gather_pages(pool.layers, [1, 2]).cpu(), host)
 
 
 @pytest.mark.parametrize("num_pages", [1, 2, 127, 128, 129, 3000])

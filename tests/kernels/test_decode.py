@@ -164,6 +164,13 @@ def test_the_configuration_is_legal_for_every_shape(row_bytes: int) -> None:
                 assert config.min_chunk % config.block_n == 0
 
 
+def test_one_warp_a_program_where_a_second_would_only_look_up_the_same_places() -> None:
+    assert decode_config(128, 8, 1024, 256).num_warps == 1
+    for other in ({"block_h": 32}, {"itemsize": 1}):
+        assert decode_config(128, 8, 1024, 256, **other).num_warps == 2
+    assert decode_config(128, 8, 1024, 512).num_warps == 2  # longer rows need the second one's registers
+
+
 def test_tables_of_more_than_2_31_tokens_are_no_problem_for_the_configuration() -> None:
     assert decode_config(1, 1, 2**40, 256).num_splits <= 16384
 

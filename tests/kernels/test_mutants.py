@@ -105,7 +105,7 @@ def test_a_fault_in_slot_mapping_is_caught(fault: str, tmp_path: Path) -> None:
 
 COPY_FAULTS: dict[str, list[Fault]] = {
     "one copy after the other": [("if s != d and s in targets]", "if False]"), ("if s not in targets]", "if s != d]")],
-    "first layer only": [("return num_pages, self.table.shape[0], ceil_div", "return num_pages, 1, ceil_div")],
+    "first layer only": [("return num_pages, self.num_runs, ceil_div", "return num_pages, 1, ceil_div")],
     "source and target swapped": [
         (
             "tl.store(base + dst * stride + o, tl.load(base + src * stride + o",
@@ -113,7 +113,7 @@ COPY_FAULTS: dict[str, list[Fault]] = {
         )
     ],
     "end of a run left out": [(("m = o < length\n    tl.store"), ("m = o < length - 1\n    tl.store"))],
-    "packed at the wrong place": [("+ i_page * page_units + place + o", "+ i_page * page_units + o")],
+    "packed at the wrong place": [("(row * page_units + place)[:, None]", "(row * page_units)[:, None]")],
 }
 
 
