@@ -36,7 +36,7 @@ from kvarena.experiments.capacity_sizing import (
 )
 from kvarena.experiments.engine.scheduler import SchedulerConfig
 from kvarena.experiments.engine.simulate import MakeExecutor
-from kvarena.experiments.engine.step_time import HOST, GpuTimes, StepTimeModel, compute_of, load_gpu_times
+from kvarena.experiments.engine.step_time import HOST, GpuTimes, StepTimeModel, compute_of, load_gpu_times, table_of
 from kvarena.experiments.models import ModelShape, model_shape
 from kvarena.experiments.specs import AllocatorEntry, allocator_entry
 
@@ -100,7 +100,13 @@ class Cell:
         """The step-time model of the simulated clock."""
         host = HOST["ours-token" if self.spec["kind"] == "token" else "ours-block"]
         return StepTimeModel(
-            self.shape, compute_of(self.model, self.shape), self.sizing.page_size, gpu or load_gpu_times(), host
+            self.shape,
+            compute_of(self.model, self.shape),
+            self.sizing.page_size,
+            gpu or load_gpu_times(),
+            host,
+            table=table_of(self.spec["kind"]),
+            table_tokens=self.limits.max_model_len,
         )
 
 

@@ -32,6 +32,8 @@ from kvarena.experiments.capacity import DESIGNS, PANELS, capacity_plan, small_c
 from kvarena.experiments.capacity_card import write_measured
 from kvarena.experiments.capacity_loads import LOADS
 from kvarena.experiments.engine.paged_memory import KVShape
+from kvarena.experiments.engine.validation import ALLOCATORS as STEP_DESIGNS
+from kvarena.experiments.engine.validation import LOADS as STEP_LOADS
 
 PARTS = ("decode", "linear", "steps", "capacity", "match")
 MERGED = ("decode", "linear", "match")
@@ -68,8 +70,8 @@ def run_steps(options: argparse.Namespace) -> dict[str, Any]:
     # Kernels are compiled in the first round, which is kept too; later ones need not wait as long for their launches.
     waits = [setup.wait_us, *[min(setup.wait_us, 8_000)] * (options.repeats - 1), *[0] * options.eager]
     for repeat, wait_us in enumerate(waits):
-        for name, load in model_steps.LOADS.items():
-            for design in model_steps.ALLOCATORS:
+        for name, load in STEP_LOADS.items():
+            for design in STEP_DESIGNS:
                 start, before = time.perf_counter(), len(rows)
                 own = model_steps.step_rows(name, load, design, replace(setup, wait_us=wait_us))
                 rows += [{**row, "repeat": repeat} for row in own]

@@ -15,54 +15,28 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from kvarena.allocators.config import make_allocator
 from kvarena.experiments.engine.engine import Engine, make_scheduler
-from kvarena.experiments.engine.executors import HiddenOutputs, UnnamedOutputs
+from kvarena.experiments.engine.executors import HiddenOutputs
 from kvarena.experiments.engine.kernel_executor import KernelExecutor
 from kvarena.experiments.engine.paged_memory import KVShape, MemoryOptions, TableKind
-from kvarena.experiments.engine.request import EngineRequest, make_request
 from kvarena.experiments.engine.scheduler import SchedulerConfig, StepPlan
 from kvarena.experiments.engine.step_time import step_amounts
-from kvarena.experiments.workloads import make
+from kvarena.experiments.engine.validation import (
+    LIMITS,
+    LOADS,
+    MAX_OUTPUT,
+    MAX_STEPS,
+    StepLoad,
+    arrivals,
+    pool_of,
+    run_load,
+)
 from torch import Tensor
 
 WAIT_US = 15_000  # the GPU waits so long before a step: longer than its launches take
 
 
-@dataclass(frozen=True)
-class StepLoad:
-    """A workload of the validation: a built-in one with its parameters, so many of its requests, and the pool.
-
-    burst  requests that arrive before each step, until all have
-    """
-
-    workload: str
-    parameters: dict[str, Any]
-    requests: int
-    pool_tokens: int
-    burst: int = 2
-
-
-LOADS: dict[str, StepLoad] = {
-    "chat": StepLoad("chat", {"num_sessions": 60, "sessions_per_s": 20.0, "think_median_s": 2.0}, 140, 40_960),
-    "shared-prompts": StepLoad(
-        "generated_shared_prefix",
-        {"gsp_num_groups": 12, "gsp_prompts_per_group": 10, "gsp_system_prompt_len": 2001, "gsp_question_len": 131},
-        120,
-        40_960,
-    ),
-    "long-prompts": StepLoad("long_document_qa", {"document_median": 3000.0, "max_document": 12_000}, 40, 65_536, 1),
-}
-ALLOCATORS: dict[str, tuple[dict[str, Any], TableKind]] = {
-    "block, 16": ({"kind": "block", "page_size": 16}, "block_table"),
-    "block, 64": ({"kind": "block", "page_size": 64}, "block_table"),
-    "token, 1": ({"kind": "token", "page_size": 1}, "req_to_token"),
-    "token, 64": ({"kind": "token", "page_size": 64}, "req_to_token"),
-}
-
-
 LLAMA_8B = KVShape(32, 8, 128)
-LIMITS = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=128, max_model_len=16_384)
 
 
 @dataclass(frozen=True)
@@ -79,8 +53,8 @@ class Setup:
     dtype: torch.dtype = torch.bfloat16
     policy: str = "vllm"
     limits: SchedulerConfig = LIMITS
-    max_steps: int = 400
-    max_output: int = 96
+    max_steps: int = MAX_STEPS
+    max_output: int = MAX_OUTPUT
     wait_us: int = WAIT_US
 
     def options(self, table: TableKind) -> MemoryOptions:
@@ -93,30 +67,25 @@ def step_rows(name: str, load: StepLoad, design: str, setup: Setup) -> Iterator[
     longest_decode  tokens of the longest decoding sequence; extends  [[tokens before, new tokens], ...]
     kernels_us      store and attention of all layers; host_us  page table and upload; scheduler_us  what comes before
     """
-    spec, table = ALLOCATORS[design]
-    allocator = make_allocator(spec, num_pages=load.pool_tokens // spec["page_size"])
+    allocator, table = pool_of(load, design)
     outputs = HiddenOutputs()
     executor = _WaitingExecutor(allocator, outputs, setup.shape, setup.num_heads, setup.limits, setup.options(table))
     executor.wait_us = setup.wait_us
     engine = Engine(make_scheduler(setup.policy, executor.allocator, setup.limits), executor)
-    arrivals = _arrivals(load, setup, outputs)
-    number = 0
-    while number < setup.max_steps:
-        for _ in range(load.burst):
-            request = next(arrivals, None)
-            if request is not None:
-                engine.add(request)
-        if not engine.has_work:
-            return
+    requests = list(arrivals(load, outputs, setup.max_output))  # made before the clock runs
+    records = run_load(engine, load, iter(requests), setup.max_steps)
+    while True:
         start, before = time.perf_counter(), len(executor.times.tokens)
-        record = engine.step()
+        record = next(records, None)
         wall = time.perf_counter() - start
+        if record is None:
+            return
         if len(executor.times.tokens) > before:
             host, kernels = executor.times.host_s[-1], executor.times.kernels_s[-1]
             yield {
                 "workload": name,
                 "allocator": design,
-                "step": number,
+                "step": record.step,
                 **asdict(step_amounts(record.plan)),
                 "longest_decode": max((e.end for e in record.plan.batch if e.num_new == 1), default=0),
                 "extends": [[each.num_before, each.num_new] for each in record.plan.batch if each.num_new > 1],
@@ -128,18 +97,6 @@ def step_rows(name: str, load: StepLoad, design: str, setup: Setup) -> Iterator[
                 "launch_bound": executor.launch_bound,
                 "eager": not setup.wait_us,
             }
-        number += 1
-
-
-def _arrivals(load: StepLoad, setup: Setup, outputs: HiddenOutputs) -> Iterator[EngineRequest]:
-    """The workload's requests in order, each with a hidden output."""
-    unnamed = UnnamedOutputs()
-    for index, traced in enumerate(make(load.workload, limit=load.requests, **load.parameters)):
-        tokens = min(max(traced.num_output_tokens, 1), setup.max_output)
-        name = f"{index}-{traced.request_id}"
-        named = traced.output_ids is not None and len(traced.output_ids) >= tokens
-        outputs.add(name, traced.output_ids[:tokens] if named else unnamed.take(tokens))  # type: ignore[arg-type, index]
-        yield make_request(name, traced.prompt_ids(), tokens, namespace=traced.namespace)
 
 
 class _WaitingExecutor(KernelExecutor):
@@ -234,5 +191,7 @@ def describe(setup: Setup) -> dict[str, Any]:
         "num_heads": setup.num_heads,
         "policy": setup.policy,
         **limits,
+        "max_output": setup.max_output,
+        "lists_a_step": 1,
         "loads": loads,
     }

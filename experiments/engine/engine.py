@@ -74,6 +74,7 @@ class Engine:
         """Schedule and launch one step, and process the results that are due."""
         plan = self.scheduler.schedule()
         plan.moves = self.scheduler.take_moves()
+        plan.pages_in_use = self.scheduler.allocator.num_pages - sum(self.scheduler.allocator.room())
         self.executor.launch(plan)
         due: StepPlan | None = plan
         if self.lag:

@@ -18,7 +18,7 @@ from kvarena.experiments.engine.metered import MeteredAllocator
 from kvarena.experiments.engine.run_config import RunConfig, RunEngineConfig
 from kvarena.experiments.engine.run_tables import Done, RunCell, count_hits, interrupted, measured, tables
 from kvarena.experiments.engine.simulate import Record, RunOptions, Simulation
-from kvarena.experiments.engine.step_time import HOST, GpuTimes, StepTimeModel, compute_of, load_gpu_times
+from kvarena.experiments.engine.step_time import HOST, GpuTimes, StepTimeModel, compute_of, load_gpu_times, table_of
 from kvarena.experiments.loading import Workload, load_workloads
 from kvarena.experiments.partial import partial_folder, refuse_other_partial
 from kvarena.experiments.pools import pool_sizes
@@ -199,6 +199,8 @@ def _simulation(
         gpu,
         HOST[engine.host_table(entry.kind)],
         engine.host_base_us / 1e6,
+        table_of(entry.kind),
+        engine.max_model_len,
     )
     arrivals = Arrivals(cell.workload.requests, sessions=engine.sessions, speed=engine.speed, think_s=engine.think_s)
     options = RunOptions(

@@ -123,6 +123,7 @@ class StepPlan:
     moves  copies to carry out before anything is computed, in order, since a page may be in several: ("out", device
            page to host page), ("in", host page to device page), and ("copy", device page to device page): runs that
            moved, pages in which a hit ends, shared pages that are written, what forks could not share
+    pages_in_use  of the device's pool when the step is launched, shared ones once; None: nobody looked
     """
 
     kind: Literal["mixed", "prefill", "decode", "idle"] = "mixed"
@@ -130,6 +131,7 @@ class StepPlan:
     admitted: list[EngineRequest] = field(default_factory=list)
     preempted: list[EngineRequest] = field(default_factory=list)
     moves: list[Moves] = field(default_factory=list)
+    pages_in_use: int | None = None
 
     @property
     def num_moved_pages(self) -> int:

@@ -1,14 +1,13 @@
 """How long a step takes: a small model of GPU and host time, for runs without a GPU.
 
-    GPU   = step + linear layers + layers x (store + decode attention + extend attention) + bytes swapped / link
-            store             launch + KV bytes written / rate
-            linear layers     max(bytes of the weights / bandwidth, 2 x parameters x tokens / rate)
-            decode attention  launch + KV bytes read / bandwidth       (sequences with one new token)
-            extend attention  launch + the longer of 4 x heads x head_dim x pairs in tiles / rate, and
-                              KV bytes read / bandwidth
-    host  = base + per request of the batch + per prompt token admitted
+    GPU   = step + sampling + linear layers + layers x (store + attention) + list of tiles + bytes swapped / link
+            store          launch + KV bytes written / rate
+            linear layers  smooth max(bytes of the weights / bandwidth, 2 x parameters x tokens / rate)
+            attention      by the lengths of the batch and the way the kernels share it out (`attention_time.py`)
+            sampling       per sequence that yields a token
+    host  = base + per request of the batch + per prompt token admitted, of the allocator and of the page table
 
-Attention coefficients are fitted to measured kernel times (`calibrate.py`) and kept as JSON; without such a file the
+Coefficients are fitted to measured kernels and steps (`calibrate.py`) and kept as JSON; without such a file the
 defaults below are used, which are shares of the card's published peaks and are marked as not calibrated.
 """
 
@@ -17,15 +16,26 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvarena.experiments.engine.attention_time import (
+    DecodeTimes,
+    ExtendTimes,
+    Layout,
+    TableKind,
+    decode_us,
+    decode_work,
+    extend_us,
+    extend_work,
+    list_us,
+    page_factor,
+)
 from kvarena.experiments.engine.scheduler import StepPlan
 from kvarena.experiments.models import ITEMSIZE, ModelShape
 
-STEP_TIMES_VERSION = 1
-TILE_QUERIES = 32  # tokens of a tile of 128 rows with 4 query heads a KV head
-TILE_KEYS = 128
+STEP_TIMES_VERSION = 2
 CALIBRATION = Path("results/h200/step_times.json")  # in a checkout
 NOT_CALIBRATED = "not calibrated: shares of the published peaks of an H200 (4.8 TB/s, 989 TFLOP/s in bf16)"
 
@@ -65,26 +75,25 @@ def compute_of(model: str | Mapping[str, Any] | ModelShape, shape: ModelShape) -
 
 @dataclass(frozen=True)
 class GpuTimes:
-    """Coefficients. Rates in GB/s and TFLOP/s, times in microseconds, launches once a layer.
+    """Coefficients. Rates in GB/s and TFLOP/s, times in microseconds; store and attention once a layer.
 
-    decode_gbps_by_page  bandwidth of decode attention at page sizes for which it was measured apart
-    launch_us            host time of a layer's launches where no captured graph replays them: the least that a layer
-                         takes in the `kernels` executor; a server's steps are replayed, so theirs leave it out
-    error                relative error out of sample, {"decode": [p50, p95], ...}; empty when not calibrated
+    launch_us   host time of a layer's launches where no captured graph replays them, "decode" and "extend": the least
+                that a layer takes in the `kernels` executor; a server's steps are replayed, so theirs leave it out
+    sample_us   a sequence that yields a token
+    error       relative error out of sample, {"steps, decode": [p50, p95], ...}; empty when not calibrated
     """
 
-    decode_us: float = 4.0
-    decode_gbps: float = 0.85 * 4800
-    extend_us: float = 6.0
-    extend_tflops: float = 0.6 * 989
+    decode: DecodeTimes = field(default_factory=DecodeTimes)
+    extend: ExtendTimes = field(default_factory=ExtendTimes)
     linear_gbps: float = 0.8 * 4800
     linear_tflops: float = 0.65 * 989
+    linear_sharpness: float = 4.0
     step_us: float = 300.0
-    launch_us: float = 60.0
+    sample_us: float = 1.0
     store_us: float = 2.0
     store_gbps: float = 0.75 * 4800
     swap_gbps: float = 50.0
-    decode_gbps_by_page: dict[str, float] = field(default_factory=dict)
+    launch_us: dict[str, float] = field(default_factory=lambda: {"decode": 60.0, "extend": 60.0})
     calibrated: bool = False
     source: str = NOT_CALIBRATED
     error: dict[str, list[float]] = field(default_factory=dict)
@@ -112,12 +121,10 @@ HOST: dict[str, HostTimes] = {
 
 @dataclass(frozen=True, slots=True)
 class StepAmounts:
-    """What a step's time goes by.
+    """What a step computes, as numbers to keep beside a measured time.
 
     num_decodes    sequences with one new token; decode_tokens: KV tokens that they read, their own included
     num_extends    sequences with more; extend_pairs: (query, key) pairs of theirs
-    tile_pairs     the same with queries in whole tiles of TILE_QUERIES and keys in whole tiles of TILE_KEYS, on
-                   average: what a kernel computes; extend_tokens: KV tokens that they read
     new_tokens     tokens computed in all
     moved_pages    pages copied between device and host
     """
@@ -128,28 +135,15 @@ class StepAmounts:
     extend_pairs: int
     new_tokens: int
     moved_pages: int = 0
-    tile_pairs: int = 0
-    extend_tokens: int = 0
-
-
-def tile_pairs(num_new: int, num_before: int) -> int:
-    """Pairs that tiles cover for one sequence with `num_new` queries behind `num_before` cached tokens.
-
-    >>> tile_pairs(16, 8192), 16 * 8192 + 16 * 17 // 2
-    (264704, 131208)
-    """
-    rows = -(-num_new // TILE_QUERIES) * TILE_QUERIES
-    return rows * num_before + rows * (rows + TILE_QUERIES) // 2 + rows * (TILE_KEYS // 2)
 
 
 def step_amounts(plan: StepPlan) -> StepAmounts:
     """The amounts of a plan.
 
     >>> step_amounts(StepPlan())
-    StepAmounts(num_decodes=0, decode_tokens=0, num_extends=0, extend_pairs=0, new_tokens=0, moved_pages=0, \
-tile_pairs=0, extend_tokens=0)
+    StepAmounts(num_decodes=0, decode_tokens=0, num_extends=0, extend_pairs=0, new_tokens=0, moved_pages=0)
     """
-    decode_tokens = pairs = num_decodes = num_new = covered = read = 0
+    decode_tokens = pairs = num_decodes = num_new = 0
     for entry in plan.batch:
         n = entry.num_new
         num_new += n
@@ -158,77 +152,83 @@ tile_pairs=0, extend_tokens=0)
             decode_tokens += entry.num_before + 1
         else:
             pairs += n * entry.num_before + n * (n + 1) // 2
-            covered += tile_pairs(n, entry.num_before)
-            read += entry.num_before + n
-    return StepAmounts(
-        num_decodes,
-        decode_tokens,
-        len(plan.batch) - num_decodes,
-        pairs,
-        num_new,
-        plan.num_moved_pages,
-        covered,
-        read,
-    )
+    return StepAmounts(num_decodes, decode_tokens, len(plan.batch) - num_decodes, pairs, num_new, plan.num_moved_pages)
 
 
 @dataclass(frozen=True)
 class StepTimeModel:
-    """Seconds of a step for one model, one page size and one set of coefficients."""
+    """Seconds of a step for one model, one page size and table, and one set of coefficients.
+
+    table_tokens  tokens that a row of the page table can name: the kernels cut sequences by it
+    """
 
     shape: ModelShape
     compute: Compute
     page_size: int
-    gpu: GpuTimes = GpuTimes()
+    gpu: GpuTimes = field(default_factory=GpuTimes)
     host: HostTimes = HOST["none"]
     host_base_s: float = 0.0
+    table: TableKind = "block_table"
+    table_tokens: int = 32_768
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What the kernels see."""
+        return layout_of(self.shape, self.compute.num_heads, self.page_size, self.table, self.table_tokens)
 
     def gpu_s(self, plan: StepPlan) -> float:
         """GPU time of a plan; 0 for an empty one."""
         if not plan.batch:
             return 0.0
-        amounts = step_amounts(plan)
-        us = self.gpu.step_us + self._linear_us(amounts.new_tokens) + self.kernels_us(amounts)
-        us += amounts.moved_pages * self.shape.bytes_per_page(self.page_size) / self.gpu.swap_gbps / 1e3
+        tokens = sum(entry.num_new for entry in plan.batch)
+        us = self.gpu.step_us + self.gpu.sample_us * sum(entry.samples for entry in plan.batch)
+        us += self._linear_us(tokens) + self.kernels_us(plan)
+        us += plan.num_moved_pages * self.shape.bytes_per_page(self.page_size) / self.gpu.swap_gbps / 1e3
         return us / 1e6
 
     def prefill_s(self, plan: StepPlan) -> float:
         """Of the GPU time of a plan, what would not be there without its prompts."""
         if all(entry.num_new == 1 for entry in plan.batch):
             return 0.0
-        decodes = StepPlan(plan.kind, [entry for entry in plan.batch if entry.num_new == 1], moves=plan.moves)
-        return self.gpu_s(plan) - self.gpu_s(decodes)
+        decodes = [entry for entry in plan.batch if entry.num_new == 1]
+        held = plan.pages_in_use
+        return self.gpu_s(plan) - self.gpu_s(StepPlan(plan.kind, decodes, moves=plan.moves, pages_in_use=held))
 
-    def kernels_us(self, amounts: StepAmounts) -> float:
-        """Stores and attention of all layers, microseconds: what the `kernels` executor runs."""
-        stores = amounts.new_tokens * self.shape.bytes_per_token / self.gpu.store_gbps / 1e3
-        stores += self.shape.num_layers * self.gpu.store_us if amounts.new_tokens else 0.0
-        return stores + self._decode_us(amounts.decode_tokens) + self._extend_us(amounts)
+    def kernels_us(self, plan: StepPlan, lists: int = 1) -> float:
+        """Stores and attention of all layers, microseconds: what the `kernels` executor runs.
 
-    def launched_us(self, amounts: StepAmounts) -> float:
+        `lists`: how often a step makes the list of tiles.
+        """
+        if not plan.batch:
+            return 0.0
+        layers, held = self.shape.num_layers, self._distinct_tokens(plan)
+        tokens = sum(entry.num_new for entry in plan.batch)
+        store = layers * self.gpu.store_us + tokens * self.shape.bytes_per_token / self.gpu.store_gbps / 1e3
+        if tokens == len(plan.batch):
+            work = decode_work([entry.num_before + 1 for entry in plan.batch], self.layout, held)
+            token_us = self.gpu.decode.token_us[str(work.block)]
+            return store + layers * decode_us(self.gpu.decode, work, token_us, self._factor(self.gpu.decode.pages))
+        extend = self.gpu.extend
+        tiles = extend_work(((entry.num_before, entry.num_new) for entry in plan.batch), self.layout)
+        attention = layers * extend_us(extend, tiles, self._factor(extend.pages))
+        return store + attention + lists * float(list_us(extend, tiles.sequences))
+
+    def launched_us(self, plan: StepPlan, lists: int = 1) -> float:
         """The same, launched kernel by kernel: never below the host's time for it."""
-        floor = self.shape.num_layers * self.gpu.launch_us if amounts.new_tokens else 0.0
-        return max(self.kernels_us(amounts), floor)
+        decodes = all(entry.num_new == 1 for entry in plan.batch)
+        floor = self.shape.num_layers * self.gpu.launch_us["decode" if decodes else "extend"] if plan.batch else 0.0
+        return max(self.kernels_us(plan, lists), floor)
+
+    def _distinct_tokens(self, plan: StepPlan) -> int:
+        """Of all pages that live requests hold, each once; where the plan does not say, as if nothing were shared."""
+        return 2**62 if plan.pages_in_use is None else plan.pages_in_use * self.page_size
+
+    def _factor(self, pages: Mapping[str, float]) -> float:
+        return page_factor(pages, self.table, self.page_size)
 
     def _linear_us(self, num_tokens: int) -> float:
-        weights = self.compute.parameters * ITEMSIZE["bfloat16"]
-        flops = 2 * self.compute.parameters * num_tokens
-        return max(weights / self.gpu.linear_gbps / 1e3, flops / self.gpu.linear_tflops / 1e6)
-
-    def _decode_us(self, kv_tokens: int) -> float:
-        if not kv_tokens:
-            return 0.0
-        return self.shape.num_layers * self.gpu.decode_us + (
-            kv_tokens * self.shape.bytes_per_token / _bandwidth(self.gpu, self.page_size) / 1e3
-        )
-
-    def _extend_us(self, amounts: StepAmounts) -> float:
-        if not amounts.num_extends:
-            return 0.0
-        layers = self.shape.num_layers
-        flops = 4 * self.compute.num_heads * self.shape.head_dim * amounts.tile_pairs * layers
-        read = amounts.extend_tokens * self.shape.bytes_per_token / _bandwidth(self.gpu, self.page_size) / 1e3
-        return layers * self.gpu.extend_us + max(flops / self.gpu.extend_tflops / 1e6, read)
+        gpu = self.gpu
+        return linear_us(self.compute.parameters, num_tokens, gpu.linear_gbps, gpu.linear_tflops, gpu.linear_sharpness)
 
     def host_s(self, plan: StepPlan) -> float:
         """Host time of scheduling a plan."""
@@ -237,10 +237,25 @@ class StepTimeModel:
         return self.host_base_s + (self.host.base_us + us) / 1e6
 
 
-def _bandwidth(gpu: GpuTimes, page_size: int) -> float:
-    """The bandwidth measured at the largest page size that is not larger; else the common one."""
-    known = sorted((int(size), rate) for size, rate in gpu.decode_gbps_by_page.items() if int(size) <= page_size)
-    return known[-1][1] if known else gpu.decode_gbps
+def table_of(kind: str) -> TableKind:
+    """The page table that a design comes with."""
+    return "req_to_token" if kind == "token" else "block_table"
+
+
+def layout_of(shape: ModelShape, num_heads: int, page_size: int, table: TableKind, table_tokens: int) -> Layout:
+    """What the kernels see of a model and an allocator."""
+    size = ITEMSIZE[shape.dtype]
+    width = shape.bytes_per_token // shape.num_layers // shape.num_kv_heads // size
+    group = max(num_heads // shape.num_kv_heads, 1)
+    row = shape.head_dim * size
+    return Layout(shape.num_kv_heads, group, row, width * size, width, page_size, table, table_tokens)
+
+
+def linear_us(parameters: float, tokens: Any, gbps: float, tflops: float, sharpness: float) -> Any:
+    """Projections and MLPs of all layers, and the logits."""
+    reading = parameters * ITEMSIZE["bfloat16"] / gbps / 1e3
+    computing = 2 * parameters * tokens / tflops / 1e6
+    return (reading**sharpness + computing**sharpness) ** (1 / sharpness)
 
 
 def load_gpu_times(path: Path | None = None) -> GpuTimes:
@@ -260,13 +275,36 @@ def load_gpu_times(path: Path | None = None) -> GpuTimes:
         raise ValueError(f"{path}: cannot be read as step times ({error})") from None
     if not isinstance(data, dict) or data.pop("schema_version", None) != STEP_TIMES_VERSION:
         raise ValueError(f"{path}: schema_version: expected {STEP_TIMES_VERSION}")
-    known = {entry.name for entry in fields(GpuTimes)}
+    try:
+        return _read(GpuTimes, data, "")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _read(kind: type[Any], data: Any, where: str) -> Any:
+    """A dataclass of coefficients from plain data; ValueError names the field."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{where or 'the file'}: expected an object, found {type(data).__name__}")
+    known = {entry.name for entry in fields(kind)}
+    given: dict[str, Any] = {}
     for name, value in data.items():
         if name not in known:
-            raise ValueError(f"{path}: {name}: unknown field; known: {', '.join(sorted(known))}")
-        if name.endswith(("_us", "_gbps", "_tflops")) and not (isinstance(value, int | float) and value > 0):
-            raise ValueError(f"{path}: {name}: expected a number above 0, found {value!r}")
-    return GpuTimes(**data)
+            raise ValueError(f"{where}{name}: unknown field; known: {', '.join(sorted(known))}")
+        part = {"decode": DecodeTimes, "extend": ExtendTimes}.get(name) if kind is GpuTimes else None
+        given[name] = _read(part, value, f"{name}.") if part else _checked(f"{where}{name}", value)
+    return kind(**given)
+
+
+def _checked(name: str, value: Any) -> Any:
+    numbers = list(value.values()) if isinstance(value, dict) else [value]
+    if name == "error":
+        numbers = [number for pair in numbers for number in (pair if isinstance(pair, list) else [pair])]
+    for number in [] if name in ("source", "calibrated") else numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):
+            raise ValueError(f"{name}: expected a number from 0 up, found {number!r}")
+    if name.endswith(("_gbps", "_tflops", "gbps", "sharpness")) and not value > 0:
+        raise ValueError(f"{name}: expected a number above 0, found {value!r}")
+    return value
 
 
 def save_gpu_times(times: GpuTimes, path: Path) -> None:

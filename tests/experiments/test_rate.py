@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from kvarena.experiments.cli import app
 from kvarena.experiments.engine.run_config import run_config
-from kvarena.experiments.engine.step_time import Compute
+from kvarena.experiments.engine.step_time import Compute, GpuTimes, save_gpu_times
 from kvarena.experiments.models import SHAPES
 from kvarena.experiments.rate import RateResult, knee, load_rate, load_rate_plan, prompt_flops, rate_plan, run_rate
 from typer.testing import CliRunner
@@ -25,8 +25,11 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def found() -> RateResult:
-    return run_rate(rate_plan(SMALL))
+def found(tmp_path_factory: pytest.TempPathFactory) -> RateResult:
+    """On a clock of round numbers, whose linear layers take time by their tokens: what Amdahl's law is about."""
+    path = tmp_path_factory.mktemp("rate") / "times.json"
+    save_gpu_times(GpuTimes(linear_sharpness=8.0), path)
+    return run_rate(rate_plan({**SMALL, "engine": {**SMALL["engine"], "step_times": str(path)}}))
 
 
 def test_more_load_is_slower_and_every_request_is_served(found: RateResult) -> None:

@@ -16,6 +16,7 @@ from kvarena.experiments.bench.model_decode import Decoder, gate  # noqa: E402
 from kvarena.experiments.capacity import DESIGNS, capacity_plan, small_card  # noqa: E402
 from kvarena.experiments.capacity_card import read_measured  # noqa: E402
 from kvarena.experiments.engine.paged_memory import KVShape  # noqa: E402
+from kvarena.experiments.engine.validation import ALLOCATORS, StepLoad  # noqa: E402
 from kvarena.experiments.model.loading import random_model  # noqa: E402
 from support.threads import one_thread  # noqa: E402
 
@@ -58,9 +59,9 @@ def test_host_times_are_taken_each_step() -> None:
     decoder.allocator.check()
 
 
-@pytest.mark.parametrize("design", list(model_steps.ALLOCATORS))
+@pytest.mark.parametrize("design", list(ALLOCATORS))
 def test_a_row_a_step_says_what_was_computed(design: str) -> None:
-    load = model_steps.StepLoad("chat", {"num_sessions": 4, "sessions_per_s": 9.0}, 6, 4096)
+    load = StepLoad("chat", {"num_sessions": 4, "sessions_per_s": 9.0}, 6, 4096)
     rows = list(model_steps.step_rows("chat", load, design, SETUP))
     assert [row["step"] for row in rows] == list(range(len(rows)))
     assert sum(row["admitted"] for row in rows) >= 6
