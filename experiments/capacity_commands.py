@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from kvarena.experiments.console import print_rich
+from kvarena.experiments.console import Json, print_rich, print_rows
 
 CAPACITY_EXAMPLES = """Examples:\n
 kvarena capacity --out out/capacity\n
@@ -46,6 +46,7 @@ def capacity(
     backends: Annotated[
         bool, typer.Option("--backends", help="Print the page size of each attention backend.")
     ] = False,
+    as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """Say how many concurrent requests each design carries on a card: predicted, run, and taken apart.
@@ -83,7 +84,7 @@ def capacity(
     if out is not None:
         result.save(out)
         print(f"result in {out}", file=sys.stderr)
-    print_rich(*_tables(result), piped_columns=COLUMNS)
+    print_rows(result.capacity) if as_json else print_rich(*_tables(result), piped_columns=COLUMNS)
 
 
 def _names(text: str) -> list[str]:

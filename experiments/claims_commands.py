@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from kvarena.experiments.console import print_rich
+from kvarena.experiments.console import Json, print_rich, print_rows
 
 if TYPE_CHECKING:
     from kvarena.experiments.claims import Finding
@@ -29,6 +29,7 @@ def claims(
     out: Annotated[Path | None, typer.Option(help="Folder for claims.json and claims.md.")] = None,
     saved: Annotated[Path | None, typer.Option(help="Show findings of an earlier --out; nothing is run.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="List ids and claims; nothing is run.")] = False,
+    as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """Test published and folklore numbers: reproduced, refuted, depends on what, or not tested and why."""
@@ -42,6 +43,9 @@ def claims(
     )
 
     chosen = load_claims(names or None)
+    if listed and as_json:
+        print_rows({"claim": claim.id, "said": claim.claim, "source": claim.source} for claim in chosen)
+        return
     if listed:
         for claim in chosen:
             print(f"{claim.id:32} {claim.claim}")
@@ -53,7 +57,7 @@ def claims(
         kept = [finding for finding in load_findings(saved) if finding.claim.id in wanted]
         if out is not None:
             write_page(kept, out)
-        _print(kept, len(chosen) == 1)
+        print_rows(map(_row, kept)) if as_json else _print(kept, len(chosen) == 1)
         return
     found: list[Finding] = []
     try:
@@ -65,7 +69,12 @@ def claims(
                 save_findings(found, out)
     except KeyboardInterrupt:
         raise _interrupted(len(found), len(chosen), out) from None
-    _print(found, len(found) == 1)
+    print_rows(map(_row, found)) if as_json else _print(found, len(found) == 1)
+
+
+def _row(finding: Finding) -> dict[str, Any]:
+    claim = {"claim": finding.claim.id, "verdict": finding.verdict}
+    return {**claim, "values": finding.values, "reason": finding.reason, "sha256": finding.claim.sha256}
 
 
 def _interrupted(done: int, asked: int, out: Path | None) -> KeyboardInterrupt:

@@ -26,6 +26,14 @@ from kvarena.experiments.study_commands import add_study_commands
 from kvarena.experiments.traces.cli import trace_app
 from kvarena.experiments.verify_commands import verify_app
 
+EXIT_CODES = """Exit codes:\n
+0 done\n
+1 something differs or failed, or a disk did\n
+2 a bad argument, config or file\n
+3 verify: there was nothing to compare with\n
+130 interrupted\n
+141 the reader of the output went away"""
+
 app = typer.Typer(
     name="kvarena",
     help="Compare KV-cache allocators of LLM servers: the same requests, the same kernels, two allocators.",
@@ -87,9 +95,21 @@ def _ready_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
-@app.callback()
-def main() -> None:
-    """Compare KV-cache allocators of LLM servers."""
+def _version(asked: bool) -> None:
+    if asked:
+        import kvarena
+
+        print(f"kvarena {kvarena.__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog=EXIT_CODES)
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Compare KV-cache allocators of LLM servers: the same requests, the same kernels, two allocators."""
 
 
 add_commands(app)

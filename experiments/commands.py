@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from kvarena.experiments.console import print_rich
+from kvarena.experiments.console import Json, print_rich, print_rows
 
 if TYPE_CHECKING:
     from kvarena.experiments.config import Config
@@ -51,6 +51,7 @@ def compare(
     requests: Annotated[int | None, typer.Option(help="Only the first so many requests.", min=1)] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the result; without it, only the tables.")] = None,
     set_: Sets = None,
+    as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
     """Replay a trace through several allocators at equal bytes; tables on stdout, the rest in --out."""
@@ -63,7 +64,7 @@ def compare(
     if out is not None:  # before anything is printed: a reader that goes away must not cost the result
         result.save(out)
         print(f"result in {out}", file=sys.stderr)
-    print_rich(result)
+    print_rows(result.summary) if as_json else print_rich(result)
 
 
 def compare_config(what: str | None, sets: list[str], **flags: Any) -> Config:
@@ -109,11 +110,13 @@ def plot(
 
 def demo(
     figure: Annotated[Path, typer.Option(help="File of the figure: .png, .pdf or .svg.")] = Path("kvarena-demo.png"),
+    as_json: Json = False,
 ) -> None:
     """A small comparison in seconds: no checkout, network, GPU or torch."""
     from kvarena.experiments.demo import demo as run_demo
 
-    print_rich(run_demo(figure))
+    result = run_demo(figure)
+    print_rows(result.summary) if as_json else print_rich(result)
     print(f"figure in {figure}", file=sys.stderr)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from kvarena.experiments.console import print_rich
+from kvarena.experiments.console import Json, print_rich, print_rows
 
 
 def add_fork_command(app: typer.Typer) -> None:
@@ -19,6 +19,7 @@ def forks(
     seed: Annotated[int, typer.Option(help="Of lengths and beams.", min=0)] = 0,
     scale: Annotated[float, typer.Option(help="How decided the random language model is, nats a rank.")] = 2.0,
     out: Annotated[Path | None, typer.Option(help="Write the table: .csv or .parquet.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Say how much memory parallel samples and beams save by sharing pages, beside the published figures."""
     from kvarena.experiments.forking import Model, frame, savings_table, study
@@ -29,4 +30,4 @@ def forks(
     rows = study(requests=requests, seed=seed, model=Model(scale))
     if out is not None:
         write_table(frame(rows), out)
-    print_rich(savings_table(rows))
+    print_rows(frame(rows)) if as_json else print_rich(savings_table(rows))

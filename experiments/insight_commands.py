@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from kvarena.experiments.console import print_rich
+from kvarena.experiments.console import Json, print_rich, print_rows
 
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")]
 
@@ -44,6 +44,7 @@ def aged(
     seed: Annotated[int, typer.Option(help="Seed of the workload.", min=0)] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the layouts and the table over churn.")] = None,
     figure: Annotated[Path | None, typer.Option(help="Draw it: .png, .pdf or .svg.")] = None,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Say in how long runs the slots of live requests lie after hours of churn; without --hours, as shipped."""
@@ -66,7 +67,7 @@ def aged(
             print(*of.save(done, config, out), sep="\n", file=sys.stderr)
     if figure is not None:
         _draw(figure, table, layouts)
-    print_rich(of.aged_table(table))
+    print_rows(table) if as_json else print_rich(of.aged_table(table))
 
 
 def timeline(
@@ -108,6 +109,7 @@ def pagesize(
     rounds: Annotated[int, typer.Option(help="Rounds of the host times, medians taken.", min=1)] = 3,
     out: Annotated[Path | None, typer.Option(help="Folder for the study.")] = None,
     figure: Annotated[Path | None, typer.Option(help="Draw up to three workloads: .png, .pdf or .svg.")] = None,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Put the page size on one axis, 1 to 256: hits, waste, concurrency, kernel and host time of both designs."""
@@ -133,7 +135,7 @@ def pagesize(
         print(f"study in {of.save(made, out)}", file=sys.stderr)
     if figure is not None:
         save_one(draw_axis(made, of.kernel_times(), names and names[:3]), figure)
-    print_rich(of.best_table(made))
+    print_rows(made.rows) if as_json else print_rich(of.best_table(made))
 
 
 def laws(
@@ -141,6 +143,7 @@ def laws(
     requests: Annotated[int, typer.Option(help="Only its first so many requests.", min=2)] = 600,
     out: Annotated[Path | None, typer.Option(help="Write the table: .csv or .parquet.")] = None,
     figure: Annotated[Path | None, typer.Option(help="Draw it: .png, .pdf or .svg.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Predict rounding, tails, tables, gains and break-even in closed form, then run both designs and compare."""
     from kvarena.experiments import laws as of
@@ -155,7 +158,7 @@ def laws(
         write_table(of.laws_frame(found), out)
     if figure is not None:
         save_one(draw_laws(found, workload), figure)
-    print_rich(of.laws_table(found))
+    print_rows(of.laws_frame(found)) if as_json else print_rich(of.laws_table(found))
 
 
 def _draw(path: Path, table: Any, layouts: Any) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from kvarena.experiments.console import print_rich
+from kvarena.experiments.console import Json, print_rich, print_rows
+
+if TYPE_CHECKING:
+    from kvarena.experiments.ladder import Ladder
+    from kvarena.experiments.ladder_ablations import Ablations
 
 LADDER_EXAMPLES = """Examples:\n
 kvarena ladder chat --set options.num_sessions=20 --out out/ladder\n
@@ -54,9 +58,11 @@ def ladder(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any config field; repeatable.")
     ] = None,
     show: Annotated[
-        Path | None, typer.Option(help="Print a finished ladder instead; with --out, draw its figures there.")
+        Path | None,
+        typer.Option("--show", "--saved", help="Print a finished ladder instead; with --out, draw its figures there."),
     ] = None,
     force: Force = False,
+    as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """Walk from one design to another and say what each field does: all subsets, exact shares, interactions."""
@@ -68,7 +74,7 @@ def ladder(
         finished = load_ladder(show)
         if out is not None:
             write_figures(finished, out, force)
-        print_rich(finished, piped_columns=COLUMNS)
+        _show(finished, as_json)
         return
     if what is None or out is None:
         raise ValueError("ladder: expected a trace or a config, and --out; or --show with a finished ladder")
@@ -89,7 +95,11 @@ def ladder(
         progress=not quiet,
     )
     print(f"ladder in {out}", file=sys.stderr)
-    print_rich(made, piped_columns=COLUMNS)
+    _show(made, as_json)
+
+
+def _show(made: Ladder, as_json: bool) -> None:
+    print_rows(made.attribution) if as_json else print_rich(made, piped_columns=COLUMNS)
 
 
 def ablations(
@@ -102,9 +112,11 @@ def ablations(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any config field; repeatable.")
     ] = None,
     show: Annotated[
-        Path | None, typer.Option(help="Print finished ablations instead; with --out, draw their figure there.")
+        Path | None,
+        typer.Option("--show", "--saved", help="Print finished ablations instead; with --out, draw their figure."),
     ] = None,
     force: Force = False,
+    as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """With and without the rules for which reasons are usually given: what they do to hits, tables and time."""
@@ -112,13 +124,12 @@ def ablations(
     from kvarena.experiments.ladder_ablations import ablations as run_ablations
     from kvarena.experiments.ladder_ablations import load_ablations
     from kvarena.experiments.ladder_plots import write_ablations
-    from kvarena.experiments.ladder_tables import ablation_tables
 
     if show is not None:
         made = load_ablations(show)
         if out is not None:
             write_ablations(made, out, force)
-        print_rich(*ablation_tables(made), piped_columns=COLUMNS)
+        _show_ablations(made, as_json)
         return
     if what is None or out is None:
         raise ValueError("ablations: expected a trace or a config, and --out; or --show with finished ablations")
@@ -129,7 +140,13 @@ def ablations(
     tick = None if quiet else lambda text: print(text, file=sys.stderr, flush=True)
     made = run_ablations(chosen, out, sets=set_ or [], tick=tick)
     print(f"ablations in {out}", file=sys.stderr)
-    print_rich(*ablation_tables(made), piped_columns=COLUMNS)
+    _show_ablations(made, as_json)
+
+
+def _show_ablations(made: Ablations, as_json: bool) -> None:
+    from kvarena.experiments.ladder_tables import ablation_tables
+
+    print_rows(made.table) if as_json else print_rich(*ablation_tables(made), piped_columns=COLUMNS)
 
 
 def _given(**flags: Any) -> list[tuple[str, Any]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from kvarena.experiments.console import console
+from kvarena.experiments.console import Json, console, print_rows
 
 RATE_EXAMPLES = """Examples:\n
 kvarena rate experiments/configs/rate.toml --out out/rate\n
@@ -32,6 +32,7 @@ def rate(
     ] = None,
     saved: Annotated[Path | None, typer.Option(help="Show a finished study in place of running one.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
+    as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """Draw latency, throughput and goodput against request rate, mark the knee, and say what a hit is worth."""
@@ -47,7 +48,7 @@ def rate(
     if out is not None:
         result.save(out)
         print(f"result in {out}", file=sys.stderr)
-    _print(result)
+    print_rows(result.rates) if as_json else _print(result)
 
 
 def _print(result: Any) -> None:

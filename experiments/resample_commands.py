@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from kvarena.experiments.console import print_rich
+from kvarena.experiments.console import Json, print_rich, print_rows
 
 if TYPE_CHECKING:
     from kvarena.experiments.resample import Replicates
@@ -42,6 +43,7 @@ def resample(
     force: Annotated[
         bool, typer.Option("--force", help="With --saved: also over figures of others, and other files.")
     ] = False,
+    as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """Say how sure the differences are: redraw the trace's sessions or prefix families, rerun all allocators, and give
@@ -50,15 +52,15 @@ def resample(
     from kvarena.experiments.resample import open_replicates, replicate
 
     if saved is not None:
-        _show(open_replicates(saved), out, force)
+        _show(open_replicates(saved), out, force, as_json)
         return
     flags: dict[str, Any] = {"trace": trace, "allocators": allocators, "pool": pool, "model": model}
     config = compare_config(what, set_ or [], **flags, requests=requests, seeds=None)
     found = replicate(config, out, replicates=replicates, jobs=jobs, ray=ray, progress=not quiet)
-    _show(found, out, force=True)
+    _show(found, out, True, as_json)
 
 
-def _show(found: Replicates, out: Path, force: bool) -> None:
+def _show(found: Replicates, out: Path, force: bool, as_json: bool) -> None:
     from kvarena.experiments.outputs import refuse_other_figures
 
     if not force:
@@ -68,8 +70,11 @@ def _show(found: Replicates, out: Path, force: bool) -> None:
     except OSError as error:
         raise ValueError(f"{out}: cannot be written ({error.strerror})") from None
     _draw(found, out / "intervals")
-    _print(found)
-    print(out / "intervals.png")
+    if as_json:
+        print_rows(found.intervals)
+    else:
+        _print(found)
+    print(out / "intervals.png", file=sys.stderr if as_json else sys.stdout)
 
 
 def _source(found: Replicates) -> str:

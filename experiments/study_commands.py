@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from kvarena.experiments.console import print_rich
+from kvarena.experiments.console import Json, print_rich, print_rows
 
 if TYPE_CHECKING:
+    import pandas as pd
     from kvarena.experiments.explain import Explanation
 
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any config field; repeatable.")]
@@ -38,6 +39,7 @@ def bounds(
     result: Annotated[Path, typer.Argument(metavar="RESULT", help="Folder of a finished comparison or engine run.")],
     out: Annotated[Path | None, typer.Option(help="Write the table: .csv or .parquet.")] = None,
     figure: Annotated[Path | None, typer.Option(help="Draw it: .png, .pdf or .svg.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Say how far each allocator is from random eviction, clairvoyance and an infinite cache, at its own page size."""
     from kvarena.experiments.bounds import RATES
@@ -54,7 +56,7 @@ def bounds(
         write_table(table, out)
     if figure is not None:
         draw_bounds(loaded, table, figure)
-    print_rich(bounds_table(loaded, table))
+    print_rows(table) if as_json else print_rich(bounds_table(loaded, table))
 
 
 def explain(
@@ -74,17 +76,18 @@ def explain(
         typer.Option(help="Show what an earlier --out of a sweep holds; --out FILE.md writes it as a page."),
     ] = None,
     set_: Sets = None,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Say why each prompt token was not served from the cache: one reason each, adding up to the misses."""
     from kvarena.experiments.explain import REASONS
     from kvarena.experiments.outputs import check_table
-    from kvarena.experiments.study import explain_folder, explain_trace
+    from kvarena.experiments.study import explain_folder, explain_trace, write_table
 
     if saved is not None:
         if any(given is not None for given in (result, request, allocator, pool, seed, trace)) or set_:
             raise ValueError("explain: --saved shows a table as it is; no other option goes with it but --out")
-        _show_reasons(saved, out)
+        _show_reasons(saved, out, as_json)
         return
     check_table(out, REASONS)
     tick = None if quiet else _Ticker()
@@ -92,48 +95,49 @@ def explain(
         if trace is not None or set_:
             raise ValueError("explain: RESULT says what was run; --trace and --set are for explaining without one")
         if (result / "sweep.json").is_file():
-            _explain_sweep(result, out, tick, any(given is not None for given in (request, allocator, pool, seed)))
+            chosen = any(given is not None for given in (request, allocator, pool, seed))
+            _explain_sweep(result, out, tick, chosen, as_json)
             return
         found = explain_folder(result, allocator, pool, seed, tick)
     else:
         found = explain_trace(trace, allocator, pool, seed, set_ or [], tick)
     if tick is not None:
         tick.end()
-    _write_table(found, out)
-    _print_explanations(found, request)
+    if out is not None:
+        write_table(_rows(found), out)
+        print(f"table in {out}", file=sys.stderr)
+    if as_json:
+        rows = _rows(found)
+        print_rows(rows if request is None else rows[rows["request_id"] == request])
+    else:
+        _print_explanations(found, request)
 
 
 class _Ticker:
-    """Counts replayed requests on stderr."""
+    """Counts replayed requests on stderr: in place on a terminal, the last count alone in a log."""
 
     def __init__(self) -> None:
         self._count = 0
 
     def __call__(self) -> None:
         self._count += 1
-        if self._count % 500 == 0:
-            self._show("")
-
-    def _show(self, end: str) -> None:
-        print(f"\rreplayed {self._count:,} requests", end=end, file=sys.stderr, flush=True)
+        if self._count % 500 == 0 and sys.stderr.isatty():
+            print(f"\rreplayed {self._count:,} requests", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """The last count, and a line of its own for what comes next."""
-        self._show("\n")
+        start = "\r" if sys.stderr.isatty() else ""
+        print(f"{start}replayed {self._count:,} requests", file=sys.stderr, flush=True)
 
 
-def _write_table(found: list[Explanation], out: Path | None) -> None:
-    if out is None:
-        return
+def _rows(found: list[Explanation]) -> pd.DataFrame:
     import pandas as pd
-    from kvarena.experiments.study import write_table
 
     parts = [part for one in found for part in (one.table, one.readmitted) if len(part)]
-    write_table(pd.concat(parts, ignore_index=True), out)
-    print(f"table in {out}", file=sys.stderr)
+    return pd.concat(parts, ignore_index=True)
 
 
-def _explain_sweep(folder: Path, out: Path | None, tick: _Ticker | None, chosen: bool) -> None:
+def _explain_sweep(folder: Path, out: Path | None, tick: _Ticker | None, chosen: bool, as_json: bool) -> None:
     """Every comparison of a sweep, at every pool: whether all adds up, and the sums."""
     from kvarena.experiments.study import explain_sweep, sweep_reasons_table, write_table
 
@@ -145,10 +149,10 @@ def _explain_sweep(folder: Path, out: Path | None, tick: _Ticker | None, chosen:
     if out is not None:
         write_table(table, out)
         print(f"table in {out}", file=sys.stderr)
-    print_rich(sweep_reasons_table(table))
+    print_rows(table) if as_json else print_rich(sweep_reasons_table(table))
 
 
-def _show_reasons(saved: Path, out: Path | None) -> None:
+def _show_reasons(saved: Path, out: Path | None, as_json: bool) -> None:
     from kvarena.experiments.outputs import check_file, whole
     from kvarena.experiments.study import load_reasons, study_page, sweep_reasons_table
 
@@ -157,7 +161,7 @@ def _show_reasons(saved: Path, out: Path | None) -> None:
     if out is not None:
         with whole(out) as partial:
             partial.write_text(study_page(table), encoding="utf-8")
-    print_rich(sweep_reasons_table(table))
+    print_rows(table) if as_json else print_rich(sweep_reasons_table(table))
 
 
 def _print_explanations(found: list[Explanation], request: str | None) -> None:
@@ -179,6 +183,7 @@ def sweep(
     jobs: Annotated[int | None, typer.Option(help="Processes at once; default: one a core.", min=1)] = None,
     ray: Annotated[str | None, typer.Option(help="'local', or the address of a Ray cluster.")] = None,
     set_: Sets = None,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Run a grid or list of configs, in parallel and resumable. Exit code 1 when a cell failed."""
@@ -186,7 +191,10 @@ def sweep(
 
     found = run_sweep(config, out, sets=set_ or [], jobs=jobs, ray=ray, progress=not quiet)
     finished = sum(cell["state"] == "finished" for cell in found.cells)
-    print(f"{finished} of {len(found.cells)} cells finished: {out / 'sweep.csv'}")
+    if as_json:
+        print_rows(found.table)
+    text = f"{finished} of {len(found.cells)} cells finished: {out / 'sweep.csv'}"
+    print(text, file=sys.stderr if as_json else sys.stdout)
     for key, failure in sorted(found.failures.items()):
         print(f"failed: {failure['point']}: {failure['error']} ({out / 'failed' / key}.json)", file=sys.stderr)
     raise typer.Exit(1 if found.failures else 0)

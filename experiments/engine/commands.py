@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from kvarena.experiments.console import print_rich
+from kvarena.experiments.console import Json, print_rich, print_rows
 
 RUN_EXAMPLES = """Examples:\n
 kvarena run experiments/configs/run-chat.toml --out out/block\n
@@ -30,6 +30,7 @@ def run(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any config field; repeatable.")
     ] = None,
+    as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
     """Run the engine over one allocator, on a simulated clock; tables on stdout, the rest in --out."""
@@ -42,7 +43,7 @@ def run(
     if out is not None:  # before anything is printed: a reader that goes away must not cost the result
         result.save(out)
         print(f"result in {out}", file=sys.stderr)
-    print_rich(result)
+    print_rows(result.summary) if as_json else print_rich(result)
 
 
 class _Progress:
