@@ -288,7 +288,7 @@ def load_layouts(path: Path | None = None) -> dict[str, tuple[int, list[NDArray[
         table = pq.read_table(path)
         names, sizes = table["allocator"].to_pylist(), table["page_size"].to_pylist()
         slots = [np.asarray(row.values, np.int32) for row in table["slots"]]
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         raise ValueError(f"{path}: cannot be read as layouts ({error})") from None
     found: dict[str, tuple[int, list[NDArray[np.int32]]]] = {}
     for name, size, row in zip(names, sizes, slots, strict=True):

@@ -230,7 +230,7 @@ def read_recording(path: Path) -> tuple[list[Recorded], dict[str, str]]:
         about = json.loads(metadata[b"recording"])
         columns = {name: table[name].to_pylist() for name in ("request_id", "session_id", "kind", "after")}
         ids = {name: [np.asarray(row.values, np.int32) for row in table[name]] for name in ("tail", "output")}
-    except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, KeyError, ValueError, TypeError, AttributeError, NotImplementedError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read as a recording ({error})"[:300]) from None
     rows = zip(*columns.values(), ids["tail"], ids["output"], strict=True)
     return [Recorded(*row) for row in rows], about

@@ -197,7 +197,7 @@ def load_tables(folder: Path, manifest: dict[str, Any]) -> Result:
         summary = _read_summary(folder / "summary.csv", len(manifest["budgets"]))
         frames = {name: pd.read_parquet(folder / f"{name}.parquet") for name in FRAMES}
         check_tables({**frames, "summary": summary})
-    except (OSError, tomllib.TOMLDecodeError, KeyError, pd.errors.ParserError, ValueError) as error:
+    except (OSError, KeyError, pd.errors.ParserError, ValueError, NotImplementedError) as error:
         raise ValueError(f"{folder}: not a whole result folder ({error})") from None
     return Result(config, manifest, summary=summary, provenance=provenance, path=folder, **frames)
 

@@ -19,6 +19,7 @@ from kvarena.experiments.outputs import refuse_other_file, whole
 
 SCENARIO_FORMAT = "kv-scenario/1"
 MAX_SIZE = 2**23  # of a scenario's pool, in slots: an 8B model's KV would fill a TiB. A header asks for memory.
+MAX_ROWS = 10**6  # of a scenario, which is held whole
 RETRACT_DECODE_STEPS = 20  # SGLang evicts this many tokens for each request left after a preemption
 _PEERS = {"block": "vllm 0.32.0", "token": "sglang 0.5.22"}
 
@@ -53,7 +54,12 @@ def scenario_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
     from kvarena.experiments.traces.lines import TextFile
     from kvarena.experiments.traces.rows import parse_object
 
-    return [(number, parse_object(text, f"{path}:{number}")) for number, text in TextFile(path).lines()]
+    rows: list[tuple[int, dict[str, Any]]] = []
+    for number, text in TextFile(path).lines():
+        if len(rows) == MAX_ROWS:
+            raise ValueError(f"{path}:{number}: expected at most {MAX_ROWS} lines, found more")
+        rows.append((number, parse_object(text, f"{path}:{number}")))
+    return rows
 
 
 def check_sizes(header: dict[str, Any], names: Iterable[str], where: str) -> None:

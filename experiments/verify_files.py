@@ -17,7 +17,7 @@ def read_table(path: Path) -> pd.DataFrame:
     """A .csv or .parquet. Raises ValueError when it cannot be read."""
     try:
         return pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
-    except (OSError, ValueError, pd.errors.ParserError) as error:
+    except (OSError, ValueError, NotImplementedError, pd.errors.ParserError) as error:
         raise ValueError(f"{path}: cannot be read as a table ({error})") from None
 
 

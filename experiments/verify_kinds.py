@@ -86,7 +86,7 @@ def _columns(path: Path) -> list[str]:
 
             return list(pq.read_schema(path).names)
         return list(pd.read_csv(path, nrows=0).columns)
-    except (OSError, ValueError, pd.errors.ParserError) as error:
+    except (OSError, ValueError, NotImplementedError, pd.errors.ParserError) as error:
         raise ValueError(f"{path}: cannot be read as a table ({error})") from None
 
 

@@ -22,6 +22,9 @@ MAX_DOCUMENT_BYTES = 2**31
 MAX_RATIO = 200
 """A gzip file that unpacks to more than this many times its size (past the first 64 MiB) is refused as a bomb."""
 
+MAX_BLANK_LINES = 100_000
+"""More blank lines in a row are refused: they cost time and are no rows, 64 MiB of them a minute and more."""
+
 _PIECE_BYTES = 2**20
 _GZIP_MAGIC = b"\x1f\x8b"
 _UTF8_MARK = b"\xef\xbb\xbf"
@@ -45,13 +48,18 @@ class TextFile:
         """Yields (line number from 1, text without line end) of each line that is not blank."""
         if self._read_stamp() != self._stamp:
             raise ValueError(f"{self.path}: changed since it was loaded; load it again")
-        number = 0
+        number = last = 0
         try:
             with self._open() as stream:
                 for number, raw in self._raw_lines(stream):
                     text = self._decode(number, raw)
                     if text.strip():
+                        last = number
                         yield number, text
+                    elif number - last > MAX_BLANK_LINES:
+                        raise ValueError(
+                            f"{self.path}:{number}: expected at most {MAX_BLANK_LINES} blank lines in a row, found more"
+                        )
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(
                 f"{self.path}:{number + 1}: expected whole gzip data, found a cut or damaged file ({error})"

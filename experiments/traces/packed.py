@@ -84,7 +84,7 @@ class PackedFile:
                     raise ValueError("expected whole msgpack objects, found the file's end inside one")
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
                 raise ValueError(f"{self.path}: batch {number}: expected whole gzip data, found {error}") from None
-            except (msgpack.UnpackException, ValueError, RecursionError) as error:
+            except (msgpack.UnpackException, ValueError, TypeError, RecursionError) as error:
                 text = f"expected msgpack, found a fault: {str(error) or type(error).__name__}"
                 raise ValueError(f"{self.path}: batch {number}: {text}"[:400]) from None
 
@@ -103,7 +103,7 @@ class PackedFile:
 
         try:
             return msgpack.unpackb(payload, raw=False, strict_map_key=False)
-        except (msgpack.UnpackException, ValueError, RecursionError) as error:
+        except (msgpack.UnpackException, ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{where}: expected msgpack in the message, found a fault: {error}"[:400]) from None
 
 

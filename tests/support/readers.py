@@ -30,6 +30,11 @@ class Reader:
     def main(self) -> str:
         return next(iter(self.files))
 
+    @property
+    def binary(self) -> bool:
+        """Whether its main file is no text."""
+        return self.main.endswith((".msgpack", ".parquet"))
+
     def outcome(self, folder: Path, content: bytes) -> Any:
         """What reading `content` gives, or the error's text. Raises AssertionError for an error without its file,
         and whatever else the reader raised."""
@@ -99,6 +104,54 @@ def _step_times(path: Path) -> Any:
     from kvarena.experiments.engine.step_time import load_gpu_times
 
     return load_gpu_times(path)
+
+
+def _recording(path: Path) -> Any:
+    from kvarena.experiments.record import read_recording
+
+    requests, about = read_recording(path)
+    return [(r.request_id, r.session_id, r.kind, r.after, r.tail.tolist(), r.output.tolist()) for r in requests], about
+
+
+def _layouts(path: Path) -> Any:
+    from kvarena.experiments.aged import load_layouts
+
+    return {name: (size, [slots.tolist() for slots in rows]) for name, (size, rows) in load_layouts(path).items()}
+
+
+def _packed(*objects: Any) -> bytes:
+    import msgpack
+
+    return b"".join(map(msgpack.packb, objects))
+
+
+def _recorded() -> bytes:
+    """A recording of two requests, the second after the first."""
+    from io import BytesIO
+
+    import numpy as np
+    import pyarrow.parquet as pq
+    from kvarena.experiments.record import Recorded, recording_table
+
+    ids = [np.array(row, np.int32) for row in ([1, 2, 3], [4, 5], [6], [7, 8])]
+    rows = [Recorded("s0.t0", "s0", "chat", None, ids[0], ids[1]), Recorded("s0.t1", "s0", "chat", "s0.t0", *ids[2:])]
+    stream = BytesIO()
+    pq.write_table(recording_table(rows, {"model": "tiny", "seed": "0"}), stream)
+    return stream.getvalue()
+
+
+def _aged() -> bytes:
+    """Slots of two requests of one allocator."""
+    from io import BytesIO
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    slots = pa.array([[16, 17, 18], [32, 33]], pa.list_(pa.int32()))
+    columns = {"allocator": ["block-16"] * 2, "page_size": pa.array([16] * 2, pa.int32()), "request": ["a", "b"]}
+    stream = BytesIO()
+    pq.write_table(pa.table({**columns, "slots": slots}), stream)
+    return stream.getvalue()
 
 
 def lines(*rows: Any) -> bytes:
@@ -212,6 +265,15 @@ ttft_ms = 500.0
 kind = "block"
 page_size = 16
 """
+STORED = ["BlockStored", [11, 12], None, [1, 2, 3, 4], 2, None, "GPU"]
+REPLY = ["BlockStored", [13], 12, [5, 6], 2, None, "GPU"]
+EVENTS = ([1.5, [STORED, REPLY]], [2.0, [["BlockRemoved", [13], "GPU"], ["AllBlocksCleared"]]], [2.5, [STORED]])
+MESSAGES = tuple(
+    [b"kv", number.to_bytes(8, "big"), _packed({"ts": 1.0 + number, "events": [
+        {"type": "BlockStored", "block_hashes": [b"h%d" % number], "parent_block_hash": None, "token_ids": [1, number],
+         "block_size": 2, "lora_name": "a"}]})]
+    for number in range(2)
+)  # fmt: skip
 SWEEP = COMPARE + b'[sweep]\nlive = [1, 2]\n"allocators.0.page_size" = [1, 16]\n'
 
 
@@ -224,6 +286,11 @@ def readers() -> dict[str, Reader]:
     parts = {name: lines(*rows) for name, rows in RAGPULSE.items()}
     found.append(Reader("ragpulse", parts, _trace("ragpulse"), RAGPULSE["0_trace.jsonl"]))
     found.append(Reader("weka document", {"t.json": json.dumps(ROWS["weka"][0][0]).encode()}, _trace()))
+    found.append(Reader("kv events", {"t.msgpack": _packed(*EVENTS)}, _trace()))
+    found.append(Reader("kv events of sglang", {"t.msgpack": _packed(*EVENTS)}, _trace("kv_events", engine="sglang")))
+    found.append(Reader("kv event messages", {"t.msgpack": _packed(*MESSAGES)}, _trace()))
+    found.append(Reader("recording", {"r.parquet": _recorded()}, _recording))
+    found.append(Reader("aged layouts", {"r.parquet": _aged()}, _layouts))
     found.append(Reader("scenario", {"s.jsonl": lines(*SCENARIO)}, _scenario, SCENARIO))
     found.append(Reader("sched scenario", {"s.jsonl": lines(*SCHED)}, _sched, SCHED))
     configs = {"compare config": (COMPARE, _compare_config), "run config": (RUN, _run_config)}

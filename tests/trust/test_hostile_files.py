@@ -12,19 +12,20 @@ import gzip
 import json
 import math
 import shutil
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from kvarena.experiments import report
+from kvarena.experiments import report, scenarios
 from kvarena.experiments.compare import compare
 from kvarena.experiments.config import load_config
 from kvarena.experiments.results import load_result
 from kvarena.experiments.sweep import open_sweep
 from kvarena.experiments.traces import load_trace
-from kvarena.experiments.traces.lines import MAX_LINE_BYTES, MAX_RATIO
+from kvarena.experiments.traces.lines import MAX_BLANK_LINES, MAX_LINE_BYTES, MAX_RATIO
 from support import hostile
 from support.readers import readers
 from support.requests import request, trace
@@ -49,11 +50,12 @@ def test_cut_flipped_or_spliced_anywhere_a_file_is_read_or_is_one_error(tmp_path
     data = reader.files[reader.main]
     few = name in CONFIGS
     # Trace files are cut at each byte in test_traces_damage; here a sample does.
-    step = max(len(data) // (8 if few else 30), 1)
+    many = 6 if few else 150 if reader.binary else 30
+    step = max(len(data) // many, 1)
     for damaged in [
         *list(hostile.cuts(data))[::step],
-        *hostile.flips(data, 1, 6 if few else 30),
-        *hostile.mixed(data, 2, 6 if few else 30),
+        *hostile.flips(data, 1, many),
+        *hostile.mixed(data, 2, many),
     ]:
         reader.outcome(tmp_path, damaged)
 
@@ -100,7 +102,39 @@ NEVER = (
 )
 
 
-@each_reader
+@pytest.mark.parametrize("name", [name for name, reader in READERS.items() if reader.binary])
+def test_other_bytes_in_the_place_of_a_binary_file_are_one_error(tmp_path, name):
+    reader = READERS[name]
+    data = reader.files[reader.main]
+    right = reader.outcome(tmp_path, data)
+    for what, content in {**hostile.encodings(b'{"a": "b"}\n'), "cut gzip": gzip.compress(data)[:-5]}.items():
+        assert isinstance(reader.outcome(tmp_path, content), str), what
+    packed = reader.outcome(tmp_path, gzip.compress(data))
+    assert packed == right if reader.main.endswith(".msgpack") else isinstance(packed, str)
+    assert isinstance(reader.outcome(tmp_path, gzip.compress(data) + b"junk"), str)
+
+
+UNHASHABLE = {"a map for a key": b"\x81\x80\x01", "a list for a key": b"\x81\x90\x01"}
+
+
+@pytest.mark.parametrize("what", UNHASHABLE)
+def test_a_key_that_no_map_can_have_is_one_error_in_a_batch_and_in_a_message(tmp_path, what):
+    reader = READERS["kv events"]
+    assert "expected msgpack, found a fault" in reader.outcome(tmp_path, UNHASHABLE[what])
+    in_message = b"\x93\xc4\x02kv\xc4\x01\x00\xc4\x03" + UNHASHABLE[what]
+    assert "expected msgpack in the message, found a fault" in reader.outcome(tmp_path, in_message)
+
+
+def test_a_parquet_type_that_nobody_reads_is_one_error(tmp_path):
+    """One of these flipped bits turns int32 into an integer of no known width: NotImplementedError in pyarrow."""
+    reader = READERS["recording"]
+    data = reader.files["r.parquet"]
+    schema = data.index(b"ARROW:schema")
+    for at in range(schema + 360, schema + 420):
+        reader.outcome(tmp_path, data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+
+
+@pytest.mark.parametrize("name", [name for name, reader in READERS.items() if not reader.binary])
 def test_encodings_and_line_ends(tmp_path, name):
     reader = READERS[name]
     data = reader.files[reader.main]
@@ -144,14 +178,45 @@ def test_a_bomb_is_refused_within_a_stated_memory(tmp_path, name):
 
 def test_a_bomb_of_many_lines_is_refused_by_its_ratio(tmp_path):
     path = tmp_path / "t.jsonl.gz"
+    row = b'{"token_ids": [1]}'.ljust(2**20 - 1) + b"\n"
     with gzip.open(path, "wb", compresslevel=9) as file:
-        for _ in range(200):
-            file.write((b" " * 1023 + b"\n") * 2**10)
+        for _ in range(160):
+            file.write(row)
     assert path.stat().st_size * MAX_RATIO < 100 * 2**20
     with pytest.raises(
         ValueError, match=rf"t\.jsonl\.gz:\d+: expected gzip data that unpacks to at most {MAX_RATIO} times"
     ):
         load_trace(path)
+
+
+@pytest.mark.parametrize("name", ["mooncake", "azure", "ragpulse", "weka document", "scenario", "sched scenario"])
+@pytest.mark.parametrize("line", [b"\n", b"  \r\n"])
+def test_a_bomb_of_blank_lines_is_refused_at_once(tmp_path, name, line):
+    """50 million blank lines in some KiB: one in 500 of them is looked at."""
+    reader = READERS[name]
+    reader.outcome(tmp_path, reader.files[reader.main])
+    bomb = gzip.compress(line * 2**20) * 50
+    (tmp_path / reader.main).write_bytes(bomb)
+    started = time.process_time()
+    with pytest.raises(
+        ValueError, match=rf"{reader.main}:\d+: expected at most {MAX_BLANK_LINES} blank lines in a row"
+    ):
+        reader.read(tmp_path / reader.main)
+    assert time.process_time() - started < 5
+
+
+def test_blank_lines_up_to_the_limit_are_none(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(
+        b'{"token_ids": [1]}\n' + b"\n" * MAX_BLANK_LINES + b'{"token_ids": [2]}\n' + b"\n" * MAX_BLANK_LINES
+    )
+    assert len(list(load_trace(path))) == 2
+
+
+def test_a_scenario_of_too_many_lines_is_refused_before_they_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(scenarios, "MAX_ROWS", 4)
+    reader = READERS["scenario"]
+    assert "s.jsonl:5: expected at most 4 lines" in reader.outcome(tmp_path, reader.files["s.jsonl"])
 
 
 @pytest.mark.parametrize(
