@@ -126,7 +126,7 @@ def as_run(requests: Sequence[Request]) -> list[Request]:
         fresh = 1 if named else count + 1
         ids = np.arange(unnamed, unnamed + fresh, dtype=np.int32)
         unnamed += fresh
-        reply = np.concatenate([request.output_ids, ids]).astype(np.int32) if named else ids  # type: ignore[list-item]
+        reply = np.concatenate([request.output_ids, ids]).astype(np.int32) if named else ids
         part = "output_ids" if request.grain == 1 else "reply_tokens"
         ran.append(replace(request, num_output_tokens=count + 1, **{part: reply}))  # type: ignore[arg-type]
     return ran
@@ -142,7 +142,7 @@ def _chosen(result: Result, allocator: str | None, pool: int | None, seed: int |
     for name, value, known in asked:
         if value not in known:
             raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, found {value!r}")
-    return asked[0][1], asked[1][1], asked[2][1]  # type: ignore[return-value]
+    return asked[0][1], asked[1][1], asked[2][1]
 
 
 def _explanation(
@@ -164,7 +164,7 @@ def _explanation(
         spans.append(first.spans)
         firsts.append(_row(row, first, ran, row.admitted))
         again += [{**_row(row, one, ran, True), "admission": place} for place, one in enumerate(later, 2)]
-    keys = {"seed": seed, "pool_bytes": pool, "allocator": name}
+    keys: dict[str, Any] = {"seed": seed, "pool_bytes": pool, "allocator": name}
     table, readmitted = (pd.DataFrame(part).assign(**keys) for part in (firsts, again))
     columns = [*keys, *firsts[0]] if firsts else list(keys)
     later_spans = {row.index: ledger.admissions[row.index][1:] for row in rows}

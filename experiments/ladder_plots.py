@@ -104,7 +104,12 @@ def plot_shares(made: Ladder, ax: Axes | None = None, metric: str = TIME, pool: 
     if not table[["value", *ends]].fillna(0).astype(bool).any(axis=None):
         ax.set_xlim(-1, 1)
         ax.set_xticks([0])
-        words = {"ha": "center", "va": "center", "color": "#777777", "bbox": {"facecolor": "white", "linewidth": 0}}
+        words: dict[str, Any] = {
+            "ha": "center",
+            "va": "center",
+            "color": "#777777",
+            "bbox": {"facecolor": "white", "linewidth": 0},
+        }
         ax.text(0.5, 0.5, "no difference", transform=ax.transAxes, **words)
     ax.set_yticks(range(len(table)), [_folded(rung, 26) for rung in table["rung"]])
     ax.set_ylim(len(table) - 0.4, -0.6)
@@ -214,7 +219,7 @@ def write_figures(made: Ladder, folder: Path, force: bool = True) -> list[Path]:
         refuse_other_figures(folder, ("waterfall", "interactions", "metrics"), source)
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
-    plots = {"waterfall": plot_waterfall, "interactions": plot_interactions, "metrics": plot_metrics}
+    plots: dict[str, Any] = {"waterfall": plot_waterfall, "interactions": plot_interactions, "metrics": plot_metrics}
     with mpl.rc_context(STYLE):
         for name, plot in plots.items():
             drawn: Any = plot(made)

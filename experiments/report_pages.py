@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -36,9 +36,9 @@ class Page:
     """
 
     title: str
-    tables: list[Table | RichTable] = field(default_factory=list)
-    remarks: list[tuple[str, list[str]]] = field(default_factory=list)
-    figures: list[tuple[Callable[[], Figure], str]] = field(default_factory=list)
+    tables: Sequence[Table | RichTable] = ()
+    remarks: Sequence[tuple[str, list[str]]] = ()
+    figures: Sequence[tuple[Callable[[], Figure], str]] = ()
     html: list[tuple[str, str]] = field(default_factory=list)
     config: str = ""
     provenance: Mapping[str, Any] = field(default_factory=dict)

@@ -96,7 +96,7 @@ def _ladder(folder: Path) -> Page:
         put_footer(figure, below)
         return figure
 
-    captions = {
+    captions: dict[Callable[..., Any], str] = {
         plot_waterfall: "The walk from one design to the other: exact Shapley shares of the token hit rate. Whiskers: "
         "what a rung adds in any setting of the others.",
         plot_interactions: "Pairs of rungs: how much more they do together than apart.",
@@ -232,19 +232,22 @@ def _sweep(folder: Path) -> Page:
 
     made = open_sweep(folder)
     finished = [cell["key"] for cell in made.cells if cell["state"] == "finished"]
-    page = Page(f"Sweep: {folder.resolve().name}", [_cells_table(made), *_first_rates(made)])
-    page.remarks = [(f"Failed: {_point(f['point'])}", [str(f["error"])]) for f in made.failures.values()]
-    for key in finished[: 2 * MAX_PANELS]:
+    shown = finished[: 2 * MAX_PANELS]
+    rates = []
+    for key in shown:
         result = made.result(key)
         table = tables(result)[0] if len(result.allocators) > 3 else hit_rate_table(result)
         table.title = f"{table.title} (cell {key[:10]})"
-        page.tables.append(table)
-    for at in range(0, min(len(finished), 2 * MAX_PANELS), MAX_PANELS):
-        caption = "Token hit rate against pool size, a panel a cell."
-        page.figures.append((partial(draw_sweep, made, finished[at : at + MAX_PANELS]), caption))
-    if finished:
-        page.provenance = _beside(folder / "cells" / finished[0])
-    return page
+        rates.append(table)
+    caption = "Token hit rate against pool size, a panel a cell."
+    groups = [shown[at : at + MAX_PANELS] for at in range(0, len(shown), MAX_PANELS)]
+    return Page(
+        f"Sweep: {folder.resolve().name}",
+        [_cells_table(made), *_first_rates(made), *rates],
+        [(f"Failed: {_point(failure['point'])}", [str(failure["error"])]) for failure in made.failures.values()],
+        [(partial(draw_sweep, made, group), caption) for group in groups],
+        provenance=_beside(folder / "cells" / finished[0]) if finished else {},
+    )
 
 
 def _cells_table(made: Any) -> Any:
@@ -325,13 +328,13 @@ def _allocators(folder: Path) -> Page:
 
     rows = alloc_saved.load(folder)
     header = next((row for row in rows if row["study"] == "header"), {})
-    page = Page(f"Allocators on the CPU: {folder.name}", provenance=dict(header))
-    page.html.append(("Times", f"<pre>{escape(alloc_tables.text(rows))}</pre>"))
-    if any(row["study"] == "growth" for row in rows):
-        page.figures.append(
-            (partial(alloc_tables.growth_figure, rows), "Time of an operation against the pool's size.")
-        )
-    return page
+    grown = [(partial(alloc_tables.growth_figure, rows), "Time of an operation against the pool's size.")]
+    return Page(
+        f"Allocators on the CPU: {folder.name}",
+        figures=grown if any(row["study"] == "growth" for row in rows) else [],
+        html=[("Times", f"<pre>{escape(alloc_tables.text(rows))}</pre>")],
+        provenance=dict(header),
+    )
 
 
 # The file that tells each kind, asked in this order: some folders hold a sweep too.

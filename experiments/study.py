@@ -49,7 +49,7 @@ def explain_sweep(folder: Path, tick: Tick = None) -> pd.DataFrame:
             continue
         result = made.result(cell["key"])
         for one in explain_every_cell(result, tick):
-            keys = one.table[["seed", "pool_bytes", "allocator"]].iloc[0].to_dict()
+            keys = {name: one.table[name].iloc[0] for name in ("seed", "pool_bytes", "allocator")}
             rows.append({"cell": cell["key"], **study_row(result, keys), "requests": len(one.table), **_adding_up(one)})
     if not rows:
         raise ValueError(f"{folder}: no finished comparison to explain")
@@ -64,7 +64,7 @@ def study_row(result: Result, keys: dict[str, Any]) -> dict[str, Any]:
     config = result.config
     told = {"trace": result.manifest["trace"], "unit": config["workload"]["unit"]}
     told |= {"live": config["engine"]["live"], "outputs": config["engine"]["outputs"]}
-    return {**told, **keys, **found.iloc[0][list(FACTS)].to_dict()}
+    return {**told, **keys, **{name: found[name].iloc[0] for name in FACTS}}
 
 
 def load_reasons(path: Path) -> pd.DataFrame:
