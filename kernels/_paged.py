@@ -61,3 +61,48 @@ def finish(acc, m_i, l_i, v_scale):
     empty = m_i == float("-inf")
     l_safe = tl.where(empty, 1.0, l_i)
     return acc * (v_scale / l_safe)[:, None], m_i + tl.log2(l_safe)
+
+
+@triton.jit
+def find_request(start_ptr, num_requests, i_tile, TOKENS: tl.constexpr, BLOCK_B: tl.constexpr):
+    """(request of a tile, number of the tile within it); request `num_requests` is the padding."""
+    o_b = tl.arange(0, BLOCK_B)
+    start = tl.load(start_ptr + o_b, mask=o_b <= num_requests, other=0)  # [BLOCK_B]
+    first = tl.where(o_b <= num_requests, start // TOKENS + o_b, i_tile + 1)
+    i_b = tl.sum((first <= i_tile).to(tl.int32), 0) - 1
+    return i_b, i_tile - tl.load(start_ptr + i_b) // TOKENS - i_b
+
+
+@triton.jit
+def weigh_block(
+    m_i,
+    l_i,
+    b_q,
+    b_k,
+    b_slope,
+    o_pos,
+    o_n,
+    high,
+    qk_scale,
+    cap,
+    window,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Running softmax over one block of keys, at positions o_n: as `softmax_step`."""
+    s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+    factor = qk_scale
+    if HAS_CAP:
+        s = cap_scores(s * qk_scale, cap)
+        factor = 1.0
+    if HAS_SLOPES:
+        s = s * factor + b_slope[:, None] * (o_n[None, :] - o_pos[:, None])
+        factor = 1.0
+    if MASKED:
+        m = (o_n[None, :] <= o_pos[:, None]) & (o_n < high)[None, :]
+        if HAS_WINDOW:
+            m &= o_n[None, :] > o_pos[:, None] - window
+        s = tl.where(m, s, float("-inf"))
+    return softmax_step(s, factor, m_i, l_i, MASKED)

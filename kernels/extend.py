@@ -18,7 +18,6 @@ window) is masked, with positions clamped to keys that the tile may see before t
 
 from __future__ import annotations
 
-import functools
 import warnings
 from dataclasses import dataclass
 from types import ModuleType
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from kvarena.kernels._direct import Descriptors
+from kvarena.kernels._boxes import descriptors_of, takes_boxes
 from kvarena.kernels._launch import (
     LOG2E,
     Launch,
@@ -45,58 +44,11 @@ from kvarena.kernels._launch import (
     scale_argument,
     table_key,
 )
-from kvarena.kernels._paged import cap_scores, finish, locate, softmax_step
+from kvarena.kernels._paged import find_request, finish, locate, weigh_block
 from kvarena.kernels._rows import load_rows
-from kvarena.kernels.extend_gluon import box_view
 from kvarena.kernels.page_table import PageTable
 from kvarena.kernels.tiles import BOX_ROWS, extend_config, heads_together
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
-
-
-@triton.jit
-def _find_request(start_ptr, num_requests, i_tile, TOKENS: tl.constexpr, BLOCK_B: tl.constexpr):
-    """(request of a tile, number of the tile within it); request `num_requests` is the padding."""
-    o_b = tl.arange(0, BLOCK_B)
-    start = tl.load(start_ptr + o_b, mask=o_b <= num_requests, other=0)  # [BLOCK_B]
-    first = tl.where(o_b <= num_requests, start // TOKENS + o_b, i_tile + 1)
-    i_b = tl.sum((first <= i_tile).to(tl.int32), 0) - 1
-    return i_b, i_tile - tl.load(start_ptr + i_b) // TOKENS - i_b
-
-
-@triton.jit
-def _weights(
-    m_i,
-    l_i,
-    b_q,
-    b_k,
-    b_slope,
-    o_pos,
-    o_n,
-    high,
-    qk_scale,
-    cap,
-    window,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Running softmax over one block of keys, at positions o_n: as `softmax_step`."""
-    s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-    factor = qk_scale
-    if HAS_CAP:
-        s = cap_scores(s * qk_scale, cap)
-        factor = 1.0
-    if HAS_SLOPES:
-        s = s * factor + b_slope[:, None] * (o_n[None, :] - o_pos[:, None])
-        factor = 1.0
-    if MASKED:
-        m = (o_n[None, :] <= o_pos[:, None]) & (o_n < high)[None, :]
-        if HAS_WINDOW:
-            m &= o_n[None, :] > o_pos[:, None] - window
-        s = tl.where(m, s, float("-inf"))
-    return softmax_step(s, factor, m_i, l_i, MASKED)
 
 
 @triton.jit
@@ -158,7 +110,7 @@ def _extend_kernel(
     BOXES: tl.constexpr,
 ):
     i_kv = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    i_b, i_tile = _find_request(start_ptr, num_requests, tl.num_programs(1) - 1 - tl.program_id(1), TOKENS, BLOCK_B)
+    i_b, i_tile = find_request(start_ptr, num_requests, tl.num_programs(1) - 1 - tl.program_id(1), TOKENS, BLOCK_B)
     is_request = i_b < num_requests
     start = tl.load(start_ptr + i_b)
     end = tl.load(start_ptr + i_b + 1, mask=is_request, other=num_tokens)
@@ -217,7 +169,7 @@ def _extend_kernel(
             at_page, at_offset = locate(p_row, o_n, LOG_ENTRY, LOG_PAGE)
             b_k = load_rows(p_key, at_page, at_offset, key_stride_p, key_stride_s, D, BLOCK_D)
             b_v = load_rows(p_value, at_page, at_offset, value_stride_p, value_stride_s, DV, BLOCK_DV)
-        p, m_i, l_i, alpha = _weights(
+        p, m_i, l_i, alpha = weigh_block(
             m_i, l_i, b_q, b_k, b_slope, o_pos, o_n, high, qk_scale, cap, window,
             HAS_WINDOW, HAS_CAP, HAS_SLOPES, False,
         )  # fmt: skip
@@ -234,7 +186,7 @@ def _extend_kernel(
             at_page, at_offset = locate(p_row, at, LOG_ENTRY, LOG_PAGE)
             b_k = load_rows(p_key, at_page, at_offset, key_stride_p, key_stride_s, D, BLOCK_D)
             b_v = load_rows(p_value, at_page, at_offset, value_stride_p, value_stride_s, DV, BLOCK_DV)
-        p, m_i, l_i, alpha = _weights(
+        p, m_i, l_i, alpha = weigh_block(
             m_i, l_i, b_q, b_k, b_slope, o_pos, o_n, high, qk_scale, cap, window,
             HAS_WINDOW, HAS_CAP, HAS_SLOPES, True,
         )  # fmt: skip
@@ -246,33 +198,6 @@ def _extend_kernel(
     tl.store(p_out, out.to(out_ptr.dtype.element_ty), mask=m_m[:, None] & (o_dv < DV)[None, :])
     if lse_ptr is not None:
         tl.store(lse_ptr + o_row * lse_stride_t + o_h, lse * 0.6931471805599453, mask=m_m)
-
-
-def takes_boxes(cache: Tensor) -> bool:
-    """Whether blocks of this cache [P, S, HKV, D] can be read by descriptors: shapes, strides, device."""
-    if cache.shape[1] < BOX_ROWS or cache.shape[3] not in (64, 128, 256) or cache.element_size() != 2:
-        return False
-    if cache.data_ptr() % 16 or any(stride % 8 for stride in cache.stride()[:3]) or box_view(cache) is None:
-        return False
-    return cache.device.type != "cuda" or torch.cuda.get_device_capability(cache.device) >= (9, 0)
-
-
-FIRST_BOX = 10  # of the kernel's arguments: key_box, then value_box
-
-
-def _boxes(key_cache: Tensor, value_cache: Tensor, block_n: int) -> tuple[Descriptors, list[int]]:
-    """How to make the descriptors of K and V, and for each: rows a page, rows a head, columns a head."""
-    made: Descriptors = {}
-    geometry: list[int] = []
-    for i, cache in enumerate((key_cache, value_cache)):
-        view = box_view(cache)
-        if view is None:
-            fail("cache", "pages a whole number of rows apart", f"strides {cache.stride()}")
-        shape, strides, head_rows, head_cols = view
-        block = [block_n, cache.shape[3]]
-        made[FIRST_BOX + i] = functools.partial(TensorDescriptor, shape=shape, strides=strides, block_shape=block)
-        geometry += [cache.stride(0) // cache.stride(1), head_rows, head_cols]
-    return made, geometry
 
 
 def _load_hopper() -> ModuleType | None:
@@ -420,7 +345,7 @@ def _prepare(
     widest = max(block_d, block_dv)
     config = extend_config(num_tokens, batch, group, widest, q.element_size(), plain, boxed, capacity)
     boxed = boxed and config.block_n <= BOX_ROWS
-    descriptors, geometry = _boxes(key_cache, value_cache, config.block_n) if boxed else ({}, [0] * 6)
+    descriptors, geometry = descriptors_of(key_cache, value_cache, config.block_n) if boxed else ({}, [0] * 6)
     tokens = config.block_m // group
     k_number, _, k_scale_stride = scale_argument("k_scale", options["k_scale"], num_kv_heads, q.device)
     v_number, _, v_scale_stride = scale_argument("v_scale", options["v_scale"], num_kv_heads, q.device)

@@ -207,9 +207,17 @@ DECODE_FAULTS = {
 }
 
 EXTEND_FAULTS = {
-    "not causal": fault("plain", ("(o_n[None, :] <= o_pos[:, None]) & ", "(o_n[None, :] <= o_pos[:, None] + 1000) & ")),
-    "causal one short": fault("plain", ("o_n[None, :] <= o_pos[:, None])", "o_n[None, :] < o_pos[:, None])")),
-    "causal one long": fault("plain", ("o_n[None, :] <= o_pos[:, None])", "o_n[None, :] <= o_pos[:, None] + 1)")),
+    "not causal": fault(
+        "plain",
+        ("(o_n[None, :] <= o_pos[:, None]) & ", "(o_n[None, :] <= o_pos[:, None] + 1000) & "),
+        helper="_paged",
+    ),
+    "causal one short": fault(
+        "plain", ("o_n[None, :] <= o_pos[:, None])", "o_n[None, :] < o_pos[:, None])"), helper="_paged"
+    ),
+    "causal one long": fault(
+        "plain", ("o_n[None, :] <= o_pos[:, None])", "o_n[None, :] <= o_pos[:, None] + 1)"), helper="_paged"
+    ),
     "cached prefix forgotten": fault("plain", ("prefix = seq_len - (end - start)", "prefix = seq_len * 0")),
     "diagonal block taken without a mask": fault(
         "plain", ("middle = tl.maximum(tl.minimum(prefix + first + 1, high), 0)", "middle = tl.maximum(high, 0)")
@@ -221,22 +229,29 @@ EXTEND_FAULTS = {
         "plain", ("for i_n in tl.range(middle, high, BLOCK_N,", "for i_n in tl.range(middle, high - BLOCK_N, BLOCK_N,")
     ),
     "positions not clamped": fault("plain", ("at = tl.minimum(tl.maximum(o_n, low), high - 1)", "at = o_n")),
-    "last tile not launched": fault("plain", ("num_tokens // tokens + batch + 1, 1)", "num_tokens // tokens + 1, 1)")),
+    "last tile not launched": fault(
+        "plain", ("num_tokens // tokens + batch + 1, num_kv", "num_tokens // tokens + 1, num_kv")
+    ),
     "tile found one request early": fault(
         "plain",
         (
             "tl.sum((first <= i_tile).to(tl.int32), 0) - 1",
             "tl.maximum(tl.sum((first < i_tile).to(tl.int32), 0) - 1, 0)",
         ),
+        helper="_paged",
     ),
     "heads and tokens of a tile swapped": fault(
         "plain", ("o_h = i_kv * GROUP + o_m % GROUP", "o_h = i_kv * GROUP + o_m // TOKENS % GROUP")
     ),
     "window one short": fault(
-        "window", ("o_n[None, :] > o_pos[:, None] - window", "o_n[None, :] > o_pos[:, None] - window + 1")
+        "window",
+        ("o_n[None, :] > o_pos[:, None] - window", "o_n[None, :] > o_pos[:, None] - window + 1"),
+        helper="_paged",
     ),
     "window one long": fault(
-        "window", ("o_n[None, :] > o_pos[:, None] - window", "o_n[None, :] >= o_pos[:, None] - window")
+        "window",
+        ("o_n[None, :] > o_pos[:, None] - window", "o_n[None, :] >= o_pos[:, None] - window"),
+        helper="_paged",
     ),
     "window starts one late": fault("window", ("prefix + first + 1 - window", "prefix + first + 1 - window + 16")),
     "rows that saw no key yet turn NaN": fault(
@@ -252,6 +267,7 @@ EXTEND_FAULTS = {
             ),
         ),
         ('        s = tl.where(m, s, float("-inf"))', "        s = tl.where(m, s, cap_late)"),
+        helper="_paged",
     ),
     "scale ignored": fault("scale", ("(head_dim**-0.5 if scale is None else scale) *", "head_dim**-0.5 *")),
     "k_scale ignored": fault("fp8", ("else scale) * k_number", "else scale)")),
@@ -259,7 +275,7 @@ EXTEND_FAULTS = {
     "k_scale of another head": fault("fp8 by head", ("k_scale_ptr + i_kv * k_scale_stride", "k_scale_ptr")),
     "v_scale of another head": fault("fp8 by head", ("v_scale_ptr + i_kv * v_scale_stride", "v_scale_ptr")),
     "alibi distance from the tile's first row": fault(
-        "alibi", ("(o_n[None, :] - o_pos[:, None])", "(o_n[None, :] - tl.min(o_pos, 0))")
+        "alibi", ("(o_n[None, :] - o_pos[:, None])", "(o_n[None, :] - tl.min(o_pos, 0))"), helper="_paged"
     ),
     "KV indexed by query head": fault(
         "plain", ("p_key = key_ptr + i_kv.to(tl.int64)", "p_key = key_ptr + (i_kv * GROUP % 2).to(tl.int64)")

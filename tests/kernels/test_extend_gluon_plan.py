@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvarena.kernels import extend_gluon
+from kvarena.kernels import extend_plan
 from kvarena.kernels._launch import Remembered
-from kvarena.kernels.extend_gluon import HEAD_DIM, L2_GROUP_BYTES, plan_extend
+from kvarena.kernels.extend_plan import HEAD_DIM, L2_GROUP_BYTES, plan_extend
 from kvarena.kernels.page_table import PageTable
 from support.attention import DEVICE
 
@@ -65,8 +65,8 @@ def test_plans_of_other_head_counts_are_other_launches(monkeypatch: pytest.Monke
         def __call__(self, tensors: object) -> None:
             launched.append(self.made)
 
-    monkeypatch.setattr(extend_gluon, "Launch", Recorded)
-    monkeypatch.setattr(extend_gluon, "_plans", Remembered())
+    monkeypatch.setattr(extend_plan, "Launch", Recorded)
+    monkeypatch.setattr(extend_plan, "_plans", Remembered())
     lens = torch.tensor([64, 64], dtype=torch.int32)
     table = PageTable(torch.zeros(2, 4, dtype=torch.int32), torch.arange(2, dtype=torch.int32), lens, 16)
     starts = torch.tensor([0, 64, 128], dtype=torch.int32)
