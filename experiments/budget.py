@@ -19,6 +19,10 @@ _UNITS["tb"] = 10**12
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
 
 
+class PoolTooSmallError(ValueError):
+    """A pool that holds no page, or not the longest request. Commands that choose pools themselves say what to give."""
+
+
 @dataclass(frozen=True)
 class Budget:
     """Where the bytes of a pool go. `unused_bytes` is too small for one more page."""
@@ -51,20 +55,20 @@ class Tables:
     step_tokens: int | None = None
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes from a size with a unit. Raises ValueError when the unit is missing or unknown, or for no size.
+def parse_bytes(text: str, name: str = "pool", least: int = 1) -> int:
+    """Bytes from a size with a unit, at least `least`. Raises ValueError, naming `name`, when the unit is missing or
+    unknown, or for no size.
 
     >>> parse_bytes("16 GiB") == 16 * 2**30
     True
     """
     match = _SIZE.fullmatch(text)
     if match is None or match.group(2).lower() not in _UNITS:
-        raise ValueError(
-            f"pool: expected a size with a unit such as '16 GiB', a share such as '10 %' or 'sweep', found {text!r}"
-        )
+        others = ", a share such as '10 %' or 'sweep'" if name == "pool" else ""
+        raise ValueError(f"{name}: expected a size with a unit such as '16 GiB'{others}, found {text!r}")
     number = float(match.group(1)) * _UNITS[match.group(2).lower()]
-    if not 1 <= number < 2**63:
-        raise ValueError(f"pool: expected from 1 byte to 2^63, found {text[:60]!r}")
+    if not least <= number < 2**63:
+        raise ValueError(f"{name}: expected from {least} byte{'' if least == 1 else 's'} to 2^63, found {text[:60]!r}")
     return int(number)
 
 
@@ -105,14 +109,23 @@ def format_bytes(number: float) -> str:
     return f"{value:.3g} TiB"
 
 
-def table_bytes(kind: str, page_size: int, tables: Tables) -> int:
-    """Bytes of the page table: one entry a page (block_table), or one a token (req_to_token).
+def page_table_bytes(kind: str, page_size: int, tables: Tables) -> int:
+    """Bytes of the rows of live requests: one entry a page (block_table), or one a token (req_to_token).
 
     SGLang 0.5.22: req_to_token has one row more than requests can be live, for padded batch entries.
     """
     if kind == "token":
         return (tables.max_rows + 1) * tables.max_tokens * ENTRY_BYTES
     return tables.max_rows * _pages(tables.max_tokens, page_size) * ENTRY_BYTES
+
+
+def table_bytes(kind: str, page_size: int, tables: Tables) -> int:
+    """Bytes of the page table and of what a step makes of it.
+
+    vLLM 0.32.0: the rows of a batch are gathered into a table of their own, as large as the first. Kernels read
+    req_to_token in place.
+    """
+    return page_table_bytes(kind, page_size, tables) * (1 if kind == "token" else 2)
 
 
 def fit_pool(
@@ -126,7 +139,7 @@ def fit_pool(
     page = one.padding_page_bytes
     num_pages = (pool_bytes - one.table_bytes - one.slot_mapping_bytes) // page - 1
     if num_pages < 1:
-        raise ValueError(
+        raise PoolTooSmallError(
             f"pool: {pool_bytes} bytes hold no page of {kind}: a page of {page_size} tokens takes {page} bytes, the "
             f"padding page as much, the table {one.table_bytes} and slot_mapping {one.slot_mapping_bytes}"
         )

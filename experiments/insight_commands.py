@@ -130,7 +130,7 @@ def pagesize(
         if out is not None:
             of.refuse_other(out)
         tick = None if quiet else _Ticks("pagesize", "replays", 18)
-        made = of.study(names, pool=pool, requests=requests, rounds=rounds, tick=tick)
+        made = of.study(names, pool=pool, requests=requests, rounds=rounds, tick=tick, out=out)
     if out is not None:
         print(f"study in {of.save(made, out)}", file=sys.stderr)
     if figure is not None:
@@ -141,6 +141,7 @@ def pagesize(
 def laws(
     workload: Annotated[str, typer.Argument(help="A built-in workload or a trace with token ids.")] = "chat",
     requests: Annotated[int, typer.Option(help="Only its first so many requests.", min=2)] = 600,
+    saved: Annotated[Path | None, typer.Option(help="Show and draw an earlier --out; nothing is run.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the table: .csv or .parquet.")] = None,
     figure: Annotated[Path | None, typer.Option(help="Draw it: .png, .pdf or .svg.")] = None,
     as_json: Json = False,
@@ -153,12 +154,16 @@ def laws(
 
     check_table(out, ("law", "predicted", "measured", "tolerance", "holds"))
     check_figure(figure)
-    found = of.laws(workload, requests=requests)
+    if saved is None:
+        found = of.laws(workload, requests=requests)
+        about = of.about_laws(workload, requests)
+    else:
+        found, about = of.load_laws(saved)
     if out is not None:
-        write_table(of.laws_frame(found), out)
+        write_table(of.laws_frame(found, about), out)
     if figure is not None:
-        save_one(draw_laws(found, workload), figure)
-    print_rows(of.laws_frame(found)) if as_json else print_rich(of.laws_table(found))
+        save_one(draw_laws(found, about), figure)
+    print_rows(of.laws_frame(found, about)) if as_json else print_rich(of.laws_table(found))
 
 
 def _draw(path: Path, table: Any, layouts: Any) -> None:

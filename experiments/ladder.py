@@ -27,6 +27,7 @@ from typing import Any
 
 import pandas as pd
 from kvarena.allocators.interface import AllocatorError
+from kvarena.experiments.budget import PoolTooSmallError
 from kvarena.experiments.config import SCHEMA_VERSION, ConfigError, apply_sets, config_from_mapping
 from kvarena.experiments.ladder_plan import (
     LOWER_FAST,
@@ -191,8 +192,11 @@ def _resolve(
         ends = [{**allocator_entry(spec).as_toml(), "page_size": 1, "name": name} for name, spec in specs]
         config = config_from_mapping({**sizing, "engine": engine, "allocators": ends})
     sizes = pool_sizes(config, workloads, config.entries())
-    if kind_of(base) == "compare":
-        plan_pools(config, workloads, config.entries())  # says at once if a request fits no pool
+    try:
+        if kind_of(base) == "compare":
+            plan_pools(config, workloads, config.entries())  # says at once if a request fits no pool
+    except PoolTooSmallError as error:
+        raise ValueError(f"ladder: pool {resolved['pool']['pool']}: {error}; give a larger --pool") from None
     resolved["pool"]["pool"] = [f"{size} B" for size in sizes]
     return resolved, workloads
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ import pandas as pd
 from kvarena.allocators.config import make_allocator
 from kvarena.allocators.interface import Release
 from kvarena.allocators.interface import Sequence as Tokens
+from kvarena.experiments.budget import PoolTooSmallError
 from kvarena.experiments.engine.step_time import compute_of, load_gpu_times
 from kvarena.experiments.models import model_shape
 
@@ -38,7 +40,10 @@ SYSTEM, OWN = 2048, 128  # tokens of the prefill law
 LENGTHS = (64, 256, 1024, 4096, 16_384)  # cached prefixes whose look-up is timed
 SHORT = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # pages
 ROUNDS = 7
-LINE = "the cost of a look-up is no straight line near zero"
+LINE = (
+    "a + b n is fitted to look-ups of 64 tokens and more; near zero they cost less than a, and where one more token is "
+    "computed in a microsecond that decides"
+)
 
 
 @dataclass(frozen=True)
@@ -147,15 +152,24 @@ def laws(workload: str = "chat", *, pages: Sequence[int] = PAGES, requests: int 
     from kvarena.experiments.compare import compare
     from kvarena.experiments.traces import load_trace
 
-    trace = list(load_trace(workload, limit=requests))
+    loaded = load_trace(workload, limit=requests)
+    if loaded.visible.grain > 1 or not loaded.visible.reuse:
+        raise ValueError(
+            f"laws: {loaded.name} has no token ids, so that rounding and tails do not show; give another trace"
+        )
+    trace = list(loaded)
     facts = _facts(trace)
     predicted = {
         size: (rounding_share(size, facts.mean_prompt, facts.sharing(size)), tail_tokens(size)) for size in pages
     }
     specs = [{"kind": kind, "page_size": size} for kind in KINDS for size in pages]
     common: dict[str, Any] = {"allocators": specs, "pool": "100 %", "requests": requests, "kernel_batches": 0}
-    prompts = compare(workload, **common)
-    replies = compare(workload, outputs="replay", live=16, **common)
+    try:
+        prompts = compare(workload, **common)
+        replies = compare(workload, outputs="replay", live=16, **common)
+    except PoolTooSmallError as error:
+        text = f"laws: {len(trace)} requests of {loaded.name} are too few for pages of {max(pages)} tokens"
+        raise ValueError(f"{text}: a pool that holds them all is too small ({error}); give more requests") from None
     found: list[Law] = []
     for entry in prompts.manifest["allocators"]:
         kind, size = entry["kind"], entry["page_size"]
@@ -220,7 +234,7 @@ def _held_bytes(kind: str, page_size: int, rows: int, max_tokens: int) -> int:
     if importlib.util.find_spec("torch") is None:
         from kvarena.experiments import budget
 
-        return budget.table_bytes(kind, page_size, budget.Tables(rows, max_tokens))
+        return budget.page_table_bytes(kind, page_size, budget.Tables(rows, max_tokens))
     from kvarena.allocators.adapter import BlockTableAdapter, ReqToTokenAdapter
 
     pool = make_allocator({"kind": kind, "page_size": page_size}, num_pages=1)
@@ -261,7 +275,7 @@ def break_even_laws(models: Iterable[str] = ("smollm2-135m", "llama-3-8b", "llam
             predicted = math.ceil(tokens / size) * size if math.isfinite(tokens) else math.inf
             measured = next((n for n, spent in short.items() if spent < cost * n), math.inf)
             found.append(
-                Law("break-even", kind, model, "tokens", predicted, measured, tolerance=0.5, slack=16.0, why=LINE)
+                Law("break-even", kind, model, "tokens", predicted, measured, tolerance=0.25, slack=size, why=LINE)
             )
     return found
 
@@ -343,8 +357,30 @@ def laws_table(found: Sequence[Law]) -> Table:
     return table
 
 
-def laws_frame(found: Sequence[Law]) -> pd.DataFrame:
-    """The laws as a table with a row each."""
+def laws_frame(found: Sequence[Law], about: str = "") -> pd.DataFrame:
+    """The laws as a table with a row each; `about` says of what (`about_laws`)."""
     from dataclasses import asdict
 
-    return pd.DataFrame([{**asdict(one), "holds": one.holds} for one in found])
+    return pd.DataFrame([{**asdict(one), "holds": one.holds, "about": about} for one in found])
+
+
+def about_laws(workload: str, requests: int | None) -> str:
+    """What was run, for a footer: workload, how many of its requests, what is known of its replies."""
+    from kvarena.experiments.traces import load_trace
+
+    trace = load_trace(workload, limit=requests)
+    count = sum(1 for _ in trace)
+    return f"{trace.name} · first {count:,} requests · outputs {trace.visible.outputs}"
+
+
+def load_laws(path: Path) -> tuple[list[Law], str]:
+    """What `laws --out` wrote, and what it is about. Raises ValueError when it is something else."""
+    names = [field.name for field in fields(Law)]
+    try:
+        table = pd.read_csv(path, keep_default_na=False) if path.suffix == ".csv" else pd.read_parquet(path)
+        rows = table[[*names, "about"]].astype({"x": str}).to_dict("records")
+        about = str(rows[0]["about"])
+        numbers = ("predicted", "measured", "tolerance", "slack")
+        return [Law(**{n: float(row[n]) if n in numbers else row[n] for n in names}) for row in rows], about
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise ValueError(f"{path}: cannot be read as laws ({error})") from None

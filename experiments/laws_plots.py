@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvarena.experiments.one_axis_plots import kind_looks
-from kvarena.experiments.style import STYLE, add_footer
+from kvarena.experiments.style import STYLE, add_footer, printable
 
 if TYPE_CHECKING:
     from kvarena.experiments.laws import Law
@@ -57,8 +57,8 @@ def law_panel(found: Sequence[Law], law: str, ax: Axes) -> Axes:
     return ax
 
 
-def draw_laws(found: Sequence[Law], workload: str) -> Figure:
-    """Every law that was tested, a panel each. The caller closes the figure."""
+def draw_laws(found: Sequence[Law], about: str) -> Figure:
+    """Every law that was tested, a panel each; `about` for the footer. The caller closes the figure."""
     import matplotlib as mpl
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
@@ -77,5 +77,5 @@ def draw_laws(found: Sequence[Law], workload: str) -> Figure:
         handles.append(Line2D([], [], color="#555555", linewidth=1.2, label="closed form, before the run"))
         handles.append(Line2D([], [], color="black", marker="x", linestyle="none", label="off by more than allowed"))
         figure.legend(handles=handles, loc="outside upper left", ncols=2, frameon=False)
-        add_footer(figure, f"kvarena {kvarena.__version__} · {workload} · outputs recorded · points: measured")
+        add_footer(figure, f"kvarena {kvarena.__version__} · {printable(about)} · points: measured")
         return figure

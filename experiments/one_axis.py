@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from kvarena.experiments import partial
+from kvarena.experiments.budget import PoolTooSmallError
 from kvarena.experiments.capacity_law import Rules, capacity
 from kvarena.experiments.capacity_loads import make_load
 from kvarena.experiments.capacity_sizing import MIB, Card, Server, equal_bytes
@@ -117,7 +118,11 @@ def _rows(
     from kvarena.experiments.loading import load_workloads
     from kvarena.experiments.pools import plan
 
-    cells = plan(config, load_workloads(config), config.entries())
+    try:
+        cells = plan(config, load_workloads(config), config.entries())
+    except PoolTooSmallError as error:
+        advice = "give a larger --pool or more --requests"
+        raise ValueError(f"pagesize: {workload}, pool {config.pool.pool}: {error}; {advice}") from None
     times: dict[str, list[float]] = {cell.entry.name: [] for cell in cells}
     found: dict[str, dict[str, float]] = {}
     for _ in range(rounds):

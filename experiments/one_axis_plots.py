@@ -50,7 +50,9 @@ def axis(rows: pd.DataFrame, column: str, ax: Axes, kernels: Mapping[str, Mappin
     ax.set_xticks(pages, [str(size) for size in pages])
     ax.minorticks_off()
     ax.set_xlim(pages[0] / 1.25, pages[-1] * 1.25)
-    if column != "token_hit_rate":
+    if column == "token_hit_rate":
+        ax.margins(y=0.12)  # the rings need room
+    else:
         ax.set_ylim(0, 1.08 * ax.get_ylim()[1])
     if column == "kernel":
         _mark_unmeasured(ax, pages, kernels)
@@ -58,9 +60,14 @@ def axis(rows: pd.DataFrame, column: str, ax: Axes, kernels: Mapping[str, Mappin
 
 
 def _mark_unmeasured(ax: Axes, pages: list[int], kernels: Mapping[str, Mapping[int, float]] | None) -> None:
+    """Crosses on the axis itself, below every value, so that nobody reads one off them."""
     missing = [size for size in pages if not any(size in known for known in (kernels or {}).values())]
-    ax.plot(missing, [0.5 * ax.get_ylim()[1]] * len(missing), "x", color="#999999", markersize=4, label="not measured")
-    ax.legend(loc="lower left", fontsize=6, borderaxespad=0.1, handles=ax.lines[-1:])
+    if not missing:
+        return
+    place: Any = ax.get_xaxis_transform()
+    look: dict[str, Any] = {"color": "#777777", "markersize": 4.5, "clip_on": False, "zorder": 5}
+    ax.plot(missing, [0.0] * len(missing), "x", transform=place, label="not measured", **look)
+    ax.text(0.5, 0.12, "x: not measured", transform=ax.transAxes, ha="center", fontsize=6, color="#777777")
 
 
 def draw_axis(study: Study, kernels: Mapping[str, Mapping[int, float]], workloads: list[str] | None = None) -> Figure:

@@ -37,7 +37,7 @@ def plan(config: Config, workloads: list[Workload], entries: list[AllocatorEntry
     if config.engine.too_long == "error":
         for cell in cells:
             if -(-cell.workload.longest // cell.entry.page_size) > cell.budget.num_pages:
-                raise ValueError(
+                raise bytes_of.PoolTooSmallError(
                     too_long_message(
                         cell.workload.longest_id,
                         cell.workload.longest,

@@ -85,3 +85,26 @@ def test_the_command_writes_and_draws(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (tmp_path / "l.png").stat().st_size > 20_000
     with pytest.raises(ValueError, match="--out: expected a file"):
         invoke("laws", "--out", tmp_path / "l.txt")
+    kept, about = laws.load_laws(tmp_path / "l.csv")
+    assert about == "chat · first 600 requests · outputs recorded"
+    assert [(one.law, one.x, one.holds) for one in kept] == [(one.law, one.x, one.holds) for one in found]
+    again = invoke("laws", "--saved", tmp_path / "l.csv", "--figure", tmp_path / "again.png")
+    assert again.stdout == shown.stdout
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "l.png").read_bytes()
+
+
+def test_break_even_has_to_hold_within_a_page_or_a_quarter() -> None:
+    far = Law("break-even", "token", "small", "tokens", 9.0, 4.0, 0.25, 1.0, laws.LINE)
+    near = Law("break-even", "block", "small", "tokens", 32.0, 16.0, 0.25, 16.0, laws.LINE)
+    assert (far.holds, near.holds) == (False, True)
+
+
+def test_too_few_requests_and_traces_without_token_ids_are_told_so() -> None:
+    with pytest.raises(ValueError, match=r"2 requests of chat are too few for pages of 256 tokens.*give more requests"):
+        laws.laws("chat", requests=2)
+    with pytest.raises(ValueError, match="mooncake_like has no token ids"):
+        laws.laws("mooncake_like", requests=5)
+
+
+def test_break_even_of_this_machine_is_judged_by_the_page_of_its_design(found: list[Law]) -> None:
+    assert {(one.kind, one.slack) for one in _of(found, "break-even")} == {("block", 16), ("token", 1)}

@@ -83,6 +83,7 @@ def test_the_figure_marks_what_was_not_measured(study: one_axis.Study) -> None:
     kernel = figure.axes[PANELS.index("kernel")]
     missing = next(line for line in kernel.lines if line.get_label() == "not measured")
     assert list(missing.get_xdata()) == [64]
+    assert list(missing.get_ydata()) == [0]  # on the axis, where no time can be read off it
     mpl.pyplot.close(figure)
 
 
