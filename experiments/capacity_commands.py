@@ -68,7 +68,7 @@ def capacity(
     else:
         plan = capacity_plan(
             model,
-            on=card(model, parse_bytes(memory), parse_bytes(workspace), f"a card of {memory}"),
+            on=card(model, parse_bytes(memory, "memory"), parse_bytes(workspace, "workspace", 0), "a card"),
             panels=_names(panels),
             loads=_names(loads),
             designs=_names(designs) if designs else tuple(DESIGNS),

@@ -23,6 +23,9 @@ from kvarena.experiments.capacity_loads import Ints, Load, first
 
 Sizing = Literal["pages", "max", "pow2", "declared"]
 Twice = tuple[int, int, int]  # a prefix computed again: from this step, until it is merged in that one, so many tokens
+Chunk = tuple[
+    int, int, int
+]  # a prompt that is not done: in this step it holds so many tokens, of which so many are hits
 SGLANG_RATIO = 0.7  # share of the declared output that a request is reckoned to need at first
 SGLANG_OUTPUT_CAP = 4096
 
@@ -91,19 +94,19 @@ def carried(load: Load, rules: Rules) -> bool:
         return False
     if rules.policy == "sglang" and rules.reserves and not sglang_admits(load, rules):
         return False
-    done, twice = prefill(load, rules)
-    if done.max() >= (done + load.outputs + rules.lag).min() - 1:
+    filled = prefill(load, rules)
+    if filled.started.max() >= (filled.done + load.outputs + rules.lag).min() - 1:
         return False  # the first has ended before the last is there
-    return int(_demand(load, rules, done, twice).max()) <= rules.num_pages
+    return int(_demand(load, rules, filled).max()) <= rules.num_pages
 
 
 def demand(load: Load, rules: Rules) -> Ints:
     """D(t), int64 [steps]: pages held in each step, if there is always room. O(output tokens)."""
-    return _demand(load, rules, *prefill(load, rules))
+    return _demand(load, rules, prefill(load, rules))
 
 
-def _demand(load: Load, rules: Rules, done: Ints, twice: list[Twice]) -> Ints:
-    fixed = _shared_pages(load, rules)
+def _demand(load: Load, rules: Rules, filled: Prefill) -> Ints:
+    fixed, done = _shared_pages(load, rules), filled.done
     lives = load.outputs + rules.lag
     age = np.arange(lives.sum()) - np.repeat(np.cumsum(lives) - lives, lives)
     prompts, step = np.repeat(load.prompts, lives), np.repeat(done, lives) + age
@@ -113,8 +116,10 @@ def _demand(load: Load, rules: Rules, done: Ints, twice: list[Twice]) -> Ints:
             mine = load.group == group
             # A group's requests come close together: its prefix is held from the first to the last of them.
             held[done[mine].min() : (done + lives)[mine].max()] += fixed
-    for since, until, tokens in twice:
+    for since, until, tokens in filled.twice:
         held[since:until] += tokens // rules.page_size
+    for step_of, tokens, hits in filled.chunks:
+        held[step_of] += int(_pages(np.array([tokens]), np.array([tokens]), rules)[0]) - hits // rules.page_size
     return held
 
 
@@ -136,24 +141,46 @@ def _pages(tokens: Ints, prompts: Ints, rules: Rules) -> Ints:
     return -(-tokens // rules.page_size)
 
 
-def prefill(load: Load, rules: Rules) -> tuple[Ints, list[Twice]]:
-    """d_i, int64 [N]: the step in which each prompt is done, if there is always room; and what was computed twice."""
-    if rules.policy == "sglang":
-        return np.zeros(len(load), np.int64), []  # no decode runs before the last prompt is done
+@dataclass(frozen=True)
+class Prefill:
+    """When prompts are computed, if there is always room. Arrays are int64 [N].
+
+    started, done  the steps in which each prompt is admitted, and done
+    twice          what was computed twice; chunks: what prompts hold that are not done yet
+    """
+
+    started: Ints
+    done: Ints
+    twice: list[Twice]
+    chunks: list[Chunk]
+
+
+def prefill(load: Load, rules: Rules) -> Prefill:
+    """The prompts of a burst, one after the other through the tokens that a step may have.
+
+    A prompt in chunks holds what is computed of it; in the step that admits it, room for all of it has to be there.
+    """
     ends = np.zeros(len(load), np.int64)
+    if rules.policy == "sglang":
+        return Prefill(ends, ends, [], [])  # no decode runs before the last prompt is done
+    started, chunks = ends.copy(), list[Chunk]()
     prefixes = _Prefixes(load, rules)
     step, budget = 0, rules.step_tokens
     for number in range(len(load)):
         if budget <= 0:
             step, budget = _next_step(step, ends[:number], load.outputs[:number], rules)
         left = prefixes.new_tokens(number, step)
+        started[number], prompt = step, int(load.prompts[number])
         while left > budget:
             left -= budget
+            whole = step == started[number]
+            chunks.append((step, prompt if whole else prompt - left, prefixes.hits(number)))
+            prefixes.part(number, step, prompt - left)
             step, budget = _next_step(step, ends[:number], load.outputs[:number], rules)
         budget -= left
         ends[number] = step
         prefixes.computed(number, step)
-    return ends, prefixes.twice
+    return Prefill(started, ends, prefixes.twice, chunks)
 
 
 def _next_step(step: int, ends: Ints, outputs: Ints, rules: Rules) -> tuple[int, int]:
@@ -173,6 +200,7 @@ class _Prefixes:
         self.delay = 1 + rules.lag if rules.publish == "commit" else 0
         self._found: dict[int, list[tuple[int, int, int]]] = {}  # group -> (from step, tokens, by whom)
         self._hits: dict[int, int] = {}
+        self._covered: dict[int, int] = {}  # request -> the step in which a chunk reached the prefix's end
         self.twice: list[Twice] = []
 
     def new_tokens(self, number: int, step: int) -> int:
@@ -182,17 +210,29 @@ class _Prefixes:
         self._hits[number] = max((tokens for since, tokens, _ in known if since <= step), default=0)
         return prompt - min(self._hits[number], prompt - 1)
 
+    def hits(self, number: int) -> int:
+        """Whole pages of tokens that the request found when it was admitted."""
+        return min(self._hits[number], self.fixed) // self.page_size * self.page_size
+
     def chunk(self, number: int, step: int, computed: int) -> None:
         """SGLang: the first `computed` new tokens of a prompt are checkpointed before the step behind this one."""
         tokens = min(self._hits[number] + computed, self.fixed) // self.page_size * self.page_size
         self._publish(number, step + 1, tokens)
 
+    def part(self, number: int, step: int, tokens: int) -> None:
+        """A chunk that ends behind so many tokens of the prompt is computed in this step."""
+        if tokens >= self.fixed:
+            self._covered.setdefault(number, step)
+        self._publish(number, step + self.delay, min(tokens, self.fixed) // self.page_size * self.page_size)
+
     def computed(self, number: int, step: int) -> None:
-        """A request's prompt is done in this step; what another has published by then is merged."""
+        """A request's prompt is done in this step; what another has published by then is merged when the step that
+        computed the prefix is over."""
         since, known = step + self.delay, self._found.get(int(self.load.group[number]), ())
+        merged = self._covered.get(number, step) + self.delay
         others = max((tokens for _, tokens, by in known if by != number), default=0)
-        if others > self._hits[number]:
-            self.twice.append((step, since, others - self._hits[number]))
+        if others > self._hits[number] and merged > step:
+            self.twice.append((step, merged, others - self._hits[number]))
         self._publish(number, since, self.fixed)
 
     def _publish(self, number: int, since: int, tokens: int) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from kvarena.experiments.budget import Budget, Tables, fit_pool, table_bytes
+from kvarena.experiments.budget import Budget, Tables, fit_pool, format_bytes, table_bytes
 from kvarena.experiments.models import ITEMSIZE, ModelShape
 
 MIB = 2**20
@@ -107,28 +107,43 @@ def card(
         raise ValueError(f"model: {model!r} has no weights in the table; known: {', '.join(WEIGHTS)}")
     weights = round(WEIGHTS[model] * ITEMSIZE["bfloat16"])
     if weights + workspace_bytes >= UTILISATION * total_bytes:
+        most = UTILISATION * total_bytes
+        least = (weights + workspace_bytes) / UTILISATION
+        size, share, own, work, enough = _sizes(total_bytes, most, weights, workspace_bytes, least)
         raise ValueError(
-            f"model: {model} has {weights / GIB:.1f} GiB of weights and {workspace_bytes / GIB:.1f} GiB of workspace; "
-            f"{UTILISATION:.0%} of {name} are {UTILISATION * total_bytes / GIB:.1f} GiB"
+            f"memory: {name} with {size} is too small for {model}: {UTILISATION:.0%} of it are {share}, the weights take "
+            f"{own} and the workspace {work}; expected more than {enough}"
         )
     return Card(name, total_bytes, weights, workspace_bytes)
 
 
 def equal_bytes(on: Card, kind: str, page_size: int, shape: ModelShape, server: Server) -> Sizing:
     """Pages at equal bytes: what vLLM's rule leaves behind weights and workspace, for every design."""
-    given = math.ceil(on.total_bytes * UTILISATION) - on.weights_bytes - on.workspace_bytes
     tables = Tables(server.rows, _columns(kind, server), server.step_tokens)
-    return _sizing("equal bytes", on, fit_pool(given, kind, page_size, shape, tables), server.rows)
+    return _sizing("equal bytes", on, _fit(on, kind, page_size, shape, tables), server.rows)
 
 
 def deployed_vllm(on: Card, kind: str, page_size: int, shape: ModelShape, server: Server) -> Sizing:
     """vLLM 0.32.0's own sizing, with its 1,024 rows."""
-    return _sizing("vLLM 0.32.0", on, _own(on, kind, page_size, shape, server), server.rows)
+    tables = Tables(server.rows, server.max_model_len, server.step_tokens)
+    return _sizing("vLLM 0.32.0", on, _fit(on, kind, page_size, shape, tables), server.rows)
 
 
-def _own(on: Card, kind: str, page_size: int, shape: ModelShape, server: Server) -> Budget:
+def _fit(on: Card, kind: str, page_size: int, shape: ModelShape, tables: Tables) -> Budget:
     given = math.ceil(on.total_bytes * UTILISATION) - on.weights_bytes - on.workspace_bytes
-    return fit_pool(given, kind, page_size, shape, Tables(server.rows, server.max_model_len, server.step_tokens))
+    try:
+        return fit_pool(given, kind, page_size, shape, tables)
+    except ValueError as error:
+        size, weights, workspace, left = _sizes(on.total_bytes, on.weights_bytes, on.workspace_bytes, max(given, 0))
+        raise ValueError(
+            f"memory: {on.name} with {size} is too small: behind weights ({weights}) and workspace ({workspace}) {left} "
+            f"are left, and {str(error).removeprefix('pool: ')}; fewer rows ({tables.max_rows}) or shorter ones "
+            f"({tables.max_tokens} tokens) take less"
+        ) from None
+
+
+def _sizes(*numbers: float) -> list[str]:
+    return [format_bytes(number) for number in numbers]
 
 
 def mem_fraction(total_bytes: int, server: Server) -> float:
@@ -137,17 +152,28 @@ def mem_fraction(total_bytes: int, server: Server) -> float:
     >>> mem_fraction(143_771 * 2**20, Server())
     0.907
     """
-    reserved = 512 + 1.5 * max(server.chunk_tokens, 2048) + 2 * server.captured_batch + 128
-    return round(1 - reserved * MIB / total_bytes, 3)
+    return round(1 - _kept_mib(server) * MIB / total_bytes, 3)
+
+
+def _kept_mib(server: Server) -> float:
+    return 512 + 1.5 * max(server.chunk_tokens, 2048) + 2 * server.captured_batch + 128
 
 
 def deployed_sglang(on: Card, page_size: int, shape: ModelShape, server: Server) -> Sizing:
     """SGLang 0.5.22's own sizing, with the number of rows that it derives from the pool."""
-    static = math.floor(on.total_bytes * mem_fraction(on.total_bytes, server)) - on.weights_bytes
+    fraction = mem_fraction(on.total_bytes, server)
+    static = math.floor(on.total_bytes * fraction) - on.weights_bytes
     page = shape.bytes_per_page(page_size)
     pages = static // page
     if pages < 1:
-        raise ValueError(f"memory: {static} bytes behind the weights hold no page of {page} bytes")
+        kept = _kept_mib(server) * MIB
+        size, held, left = _sizes(on.total_bytes, kept, max(on.total_bytes - kept, 0))
+        weights, one = _sizes(on.weights_bytes, page)
+        raise ValueError(
+            f"memory: {on.name} with {size} is too small for SGLang 0.5.22's own sizing: it keeps {held} of a card beside "
+            f"weights and KV, which leaves {left} for {weights} of weights and at least one page ({one}); the panel of "
+            "equal bytes does not go by that rule"
+        )
     rows = min(max(pages * page_size * 512 // server.max_model_len, 2048), 4096)
     table = table_bytes("token", page_size, Tables(rows, server.max_model_len + EXTRA_CONTEXT))
     mapping = server.step_tokens * 8

@@ -45,7 +45,7 @@ def test_a_budget_adds_up_and_one_more_page_would_not_fit(kind, page_size, token
 
 def test_tables_by_hand():
     tables = Tables(max_rows=4, max_tokens=33)
-    assert table_bytes("block", 16, tables) == 4 * 3 * 4  # 3 pages of 16 for 33 tokens
+    assert table_bytes("block", 16, tables) == 2 * 4 * 3 * 4  # 3 pages of 16 for 33 tokens; rows, and those of a batch
     assert table_bytes("token", 16, tables) == (4 + 1) * 33 * 4  # req_to_token: an entry a token, and a padding row
 
 
@@ -101,3 +101,19 @@ def test_shapes_by_name_and_numbers():
         model_shape({"layers": 1, "num_kv_heads": 1, "head_dim": 2})
     with pytest.raises(ValueError, match="head_dim"):
         model_shape({"num_layers": 1, "num_kv_heads": 1, "head_dim": 2.5})
+
+
+@pytest.mark.parametrize(("kind", "page_size"), [("block", 16), ("block", 1), ("token", 16), ("token", 1)])
+def test_the_line_of_the_tables_is_what_an_adapter_allocates(kind: str, page_size: int) -> None:
+    torch = pytest.importorskip("torch")
+    from kvarena.allocators.adapter import BlockTableAdapter, ReqToTokenAdapter
+    from kvarena.allocators.config import make_allocator
+
+    pool = make_allocator({"kind": kind, "page_size": page_size}, num_pages=4)
+    make = ReqToTokenAdapter if kind == "token" else BlockTableAdapter
+    adapter = make(pool, max_requests=32, max_tokens=512, max_batch_tokens=64, slots_by="torch")
+    kept = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in vars(adapter).values()
+            if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 and tensor.dtype == torch.int32}  # fmt: skip
+    row = 4 * 512 // (1 if kind == "token" else page_size)
+    counted = table_bytes(kind, page_size, Tables(32, 512))
+    assert sum(kept.values()) - counted == (0 if kind == "token" else row)  # ours has a row for padding
