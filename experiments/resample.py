@@ -249,8 +249,11 @@ def plot_intervals(found: Replicates, ax: Axes | None = None) -> Axes:
             label=f"{printable(look.label)}, {MEASURES[str(measure)]}",
         )
     _pool_axis(ax, found.intervals)
-    ax.margins(x=0.06)
-    ax.autoscale(axis="x")
+    if pools.max() == pools.min():  # nothing to scale by: the points stand around the middle
+        ax.set_xlim(pools.min() / 1.15, pools.max() * 1.15)
+    else:
+        ax.margins(x=0.06)
+        ax.autoscale(axis="x")
     first = found.allocators[0]["label"]
     ax.set_ylabel(f"difference to {printable(first)}, points", fontsize=7.5)
     return _finish(ax, found.intervals)

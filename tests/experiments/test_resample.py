@@ -1,5 +1,8 @@
 """Intervals of paired differences: they cover the truth, and a study can be carried on and read back."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -8,7 +11,7 @@ from kvarena.experiments.config import EngineConfig, config_from_mapping
 from kvarena.experiments.families import group, resample
 from kvarena.experiments.metrics import summarise_requests
 from kvarena.experiments.replay import Replay
-from kvarena.experiments.resample import interval, intervals, open_replicates, replicate
+from kvarena.experiments.resample import interval, intervals, open_replicates, plot_intervals, replicate
 from support.requests import request
 
 STUDIES, DRAWS, PAGES = 200, 12, 48
@@ -125,3 +128,15 @@ def test_a_study_that_cannot_be_made_is_refused_before_it_runs(tmp_path, change,
     with pytest.raises(ValueError, match=text):
         replicate(config, tmp_path / "out", replicates=10)
     assert not (tmp_path / "out").exists()
+
+
+def test_one_pool_stands_in_the_middle_of_its_figure():
+    found = open_replicates(Path(__file__).resolve().parents[2] / "results" / "paper" / "chat-resampled")
+    pool = found.intervals["pool_bytes"].min()
+    rows = found.intervals[found.intervals["pool_bytes"] == pool].reset_index(drop=True)
+    low, high = plot_intervals(replace(found, intervals=rows)).get_xlim()
+    assert 0.8 * pool < low < 0.95 * pool
+    assert 1.05 * pool < high < 1.2 * pool
+    wide = plot_intervals(found).get_xlim()
+    assert wide[0] < pool
+    assert wide[1] > found.intervals["pool_bytes"].max()
