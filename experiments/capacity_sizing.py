@@ -111,8 +111,8 @@ def card(
         least = (weights + workspace_bytes) / UTILISATION
         size, share, own, work, enough = _sizes(total_bytes, most, weights, workspace_bytes, least)
         raise ValueError(
-            f"memory: {name} with {size} is too small for {model}: {UTILISATION:.0%} of it are {share}, the weights take "
-            f"{own} and the workspace {work}; expected more than {enough}"
+            f"memory: {name} with {size} is too small for {model}: {UTILISATION:.0%} of it are {share}, the weights "
+            f"take {own} and the workspace {work}; expected more than {enough}"
         )
     return Card(name, total_bytes, weights, workspace_bytes)
 
@@ -136,8 +136,8 @@ def _fit(on: Card, kind: str, page_size: int, shape: ModelShape, tables: Tables)
     except ValueError as error:
         size, weights, workspace, left = _sizes(on.total_bytes, on.weights_bytes, on.workspace_bytes, max(given, 0))
         raise ValueError(
-            f"memory: {on.name} with {size} is too small: behind weights ({weights}) and workspace ({workspace}) {left} "
-            f"are left, and {str(error).removeprefix('pool: ')}; fewer rows ({tables.max_rows}) or shorter ones "
+            f"memory: {on.name} with {size} is too small: behind weights ({weights}) and workspace ({workspace}) "
+            f"{left} are left, and {str(error).removeprefix('pool: ')}; fewer rows ({tables.max_rows}) or shorter ones "
             f"({tables.max_tokens} tokens) take less"
         ) from None
 
@@ -170,9 +170,9 @@ def deployed_sglang(on: Card, page_size: int, shape: ModelShape, server: Server)
         size, held, left = _sizes(on.total_bytes, kept, max(on.total_bytes - kept, 0))
         weights, one = _sizes(on.weights_bytes, page)
         raise ValueError(
-            f"memory: {on.name} with {size} is too small for SGLang 0.5.22's own sizing: it keeps {held} of a card beside "
-            f"weights and KV, which leaves {left} for {weights} of weights and at least one page ({one}); the panel of "
-            "equal bytes does not go by that rule"
+            f"memory: {on.name} with {size} is too small for SGLang 0.5.22's own sizing: it keeps {held} of a card "
+            f"beside weights and KV, which leaves {left} for {weights} of weights and at least one page ({one}); the "
+            "panel of equal bytes does not go by that rule"
         )
     rows = min(max(pages * page_size * 512 // server.max_model_len, 2048), 4096)
     table = table_bytes("token", page_size, Tables(rows, server.max_model_len + EXTRA_CONTEXT))
