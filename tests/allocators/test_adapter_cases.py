@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("torch", reason="adapters need torch")
 
-from kvarena.allocators.adapter import BlockTableAdapter, ReqToTokenAdapter  # noqa: E402
-from kvarena.allocators.config import make_allocator  # noqa: E402
-from kvarena.allocators.interface import Release, Sequence  # noqa: E402
+from kvarena.allocators.adapter import BlockTableAdapter, ReqToTokenAdapter
+from kvarena.allocators.config import make_allocator
+from kvarena.allocators.interface import Release, Sequence
 
 CASES = {
     case["id"]: case
