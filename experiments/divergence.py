@@ -14,6 +14,7 @@ import pandas as pd
 from kvarena.allocators.interface import EventKind
 from kvarena.experiments.metrics import Misses, misses
 from kvarena.experiments.replay import Replay
+from kvarena.experiments.why import hit_grain
 
 if TYPE_CHECKING:
     from kvarena.experiments.config import Config, EngineConfig
@@ -120,7 +121,7 @@ def find_divergence(result: Result, names: tuple[str, str], pool: int) -> Diverg
 
 
 def _with_reason(result: Result, head: dict[str, Any], sides: tuple[Side, Side]) -> Divergence:
-    rules = {entry["name"]: entry["last_token_rule"] for entry in result.manifest["allocators"]}
+    rules = {one["name"]: (one["last_token_rule"], hit_grain(result, one)) for one in result.manifest["allocators"]}
     return Divergence(**head, sides=sides, reason=_reason(head, sides, rules))
 
 
@@ -136,26 +137,30 @@ def _side(result: Result, name: str, row: pd.Series) -> Side:
     )
 
 
-def _reason(head: dict[str, Any], sides: tuple[Side, Side], rules: dict[str, bool]) -> str:
+def _reason(head: dict[str, Any], sides: tuple[Side, Side], rules: dict[str, tuple[bool, int]]) -> str:
     known = head["prefix_tokens"]
     shared = f"{known:,} of its {head['num_prompt_tokens']:,} prompt tokens begin like {head['source']}"
     if head["source"] is None:
         shared = f"no earlier request begins like its {head['num_prompt_tokens']:,} prompt tokens"
     lines = [f"request {head['request_id']} (number {head['index'] + 1} in order of arrival): {shared}."]
     for side in sides:
-        split = misses(head["num_prompt_tokens"], known, side.hit_tokens, side.page_size, rules[side.allocator])
-        lines.append(f"{side.label}: {_answer(side, split)}")
+        last_token, grain = rules[side.allocator]
+        split = misses(head["num_prompt_tokens"], known, side.hit_tokens, grain, last_token)
+        lines.append(f"{side.label}: {_answer(side, split, grain)}")
     return "\n".join(lines)
 
 
-def _answer(side: Side, split: Misses) -> str:
+def _answer(side: Side, split: Misses, grain: int) -> str:
     if not side.admitted:
         return "rejected it."
     causes = []
     if split.last_token:
         causes.append("the last token is always computed")
     if split.rounding:
-        causes.append(f"{split.rounding} tokens do not fill a page of {side.page_size}")
+        what = (
+            f"page of {side.page_size}" if grain == side.page_size else f"unit of {grain} in a page of {side.page_size}"
+        )
+        causes.append(f"{split.rounding} tokens do not fill a {what}")
     if split.lost:
         gone = f"{split.lost:,} tokens were not there" if split.lost > 0 else f"{-split.lost:,} more than known"
         causes.append(f"{gone}{f' ({side.evidence})' if side.evidence else ''}")

@@ -43,13 +43,20 @@ def token_split(result: Result, entry: dict[str, Any], pool: int) -> dict[str, i
     """Prompt tokens of admitted requests by factor, over all seeds. They add up to the prompt tokens exactly."""
     rows = result.requests
     rows = rows[(rows["pool_bytes"] == pool) & (rows["allocator"] == entry["name"]) & rows["admitted"]]
-    totals = dict.fromkeys(FACTORS, 0)
+    totals, grain = dict.fromkeys(FACTORS, 0), hit_grain(result, entry)
     columns = (rows["num_prompt_tokens"], rows["prefix_tokens"], rows["hit_tokens"])
     for prompt, prefix, hit in zip(*(column.tolist() for column in columns), strict=True):
-        split = misses(prompt, prefix, hit, entry["page_size"], entry["last_token_rule"])
+        split = misses(prompt, prefix, hit, grain, entry["last_token_rule"])
         for name in FACTORS:
             totals[name] += getattr(split, name)
     return totals
+
+
+def hit_grain(result: Result, entry: dict[str, Any]) -> int:
+    """Tokens to which an allocator rounds a hit down: its page, or the unit of it where hits may end inside pages."""
+    table = next(table for table in result.config["allocators"] if table.get("name", entry["name"]) == entry["name"])
+    unit = table.get("hash_unit")
+    return unit if isinstance(unit, int) and unit > 0 else int(entry["page_size"])
 
 
 def _shares(result: Result, entry: dict[str, Any], pool: int) -> dict[str, float]:
