@@ -47,8 +47,8 @@ def adapter_rows() -> Iterator[dict[str, Any]]:
         found = timed.row()
         yield row | {"us": found["us"], "spread": found["spread"]}
     for labels, call in _device_calls():
-        timed = time_all({"kvarena": capture([call], times=20)})["kvarena"]
-        yield {"op": "adapter", **labels, "kernel": "kvarena", "us": round(timed.us, 2), "spread": timed.spread}
+        device = time_all({"kvarena": capture([call], times=20)})["kvarena"]
+        yield {"op": "adapter", **labels, "kernel": "kvarena", "us": round(device.us, 2), "spread": device.spread}
 
 
 def _host_calls(kind: str) -> Iterator[tuple[str, int, Callable[[], object]]]:
