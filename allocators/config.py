@@ -98,8 +98,9 @@ class Design(BaseModel):
         switched = self.switched
         honoured = _SWITCHABLE[self.kind] | (GENERAL if self.is_general else frozenset())
         for name, value in self._differing().items():
-            if name not in honoured or (switched and name in _FAST_ONLY and name != "form"):
-                raise ValueError(_not_honoured(self.kind, name, value, switched, honoured))
+            if name not in honoured or (self.is_general and name in _FAST_ONLY and name != "form"):
+                beside = switched or (("form = 'general'",) if self.is_general else ())
+                raise ValueError(_not_honoured(self.kind, name, value, beside, honoured))
         if switched and self.form in ("runs", "hashed"):
             raise ValueError(f"form = {self.form!r} does not honour {', '.join(switched)}; use 'general' or 'auto'")
         if self.form == "general" and self.kind not in ("block", "token"):
