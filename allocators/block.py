@@ -192,7 +192,8 @@ class BlockAllocator(KVAllocator):
             row.granted = plan.end
         freed = self._drop_left_behind(plan) if plan.low < plan.high else ()
         taken, evicted = self._take(row, plan.take) if plan.take else (NO_PAGES, ())
-        fills_a_page = row.publishes and plan.end >= (row.published + 1) * self.page_size
+        border = (row.published + 1) * self.page_size
+        fills_a_page = row.publishes and plan.end >= border and row.seq.num_tokens >= border
         duplicates = block_publish.publish(self, row, plan.end) if fills_a_page else ()
         row.settled = block_publish.settled(self, row)
         if not (taken or duplicates or plan.low < plan.high):

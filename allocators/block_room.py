@@ -38,8 +38,12 @@ def num_served(allocator: BlockAllocator, work: list[Plan]) -> int:
     """How many plans fit, in order. Counts the pages that pins hold and that windows free on the way."""
     room = allocator._store.queued
     unheld = [row for row in allocator._pins.values() if not row.held] if allocator._pins else []
-    asked = sum([plan.take + (0 if plan.row.held else plan.row.headroom) for plan in work])
-    if asked + sum([len(row.pages) for row in unheld]) <= room:
+    asked = 0
+    for plan in work:
+        asked += plan.take if plan.row.held else plan.take + plan.row.headroom
+    for row in unheld:
+        asked += len(row.pages)
+    if asked <= room:
         return len(work)
     if unheld:
         room -= allocator._store.num_idle(unheld)

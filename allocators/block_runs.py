@@ -167,7 +167,9 @@ class PageRuns(PageStore[RunRow]):
         idle, border = 0, row.published
         for run, count in reversed(row.parts):
             idle += self.tree.let_go(run, count, let_go)
-        freed: PageIds = row.pages[: border - 1 if border else None : -1]
+        freed: PageIds = ()
+        if border < len(row.pages):
+            freed = row.pages[: border - 1 if border else None : -1]
         if self._often:
             freed = array("i", [page for page in freed if not self._let_go_shared(page)])
         cached: PageIds = ()

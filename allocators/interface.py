@@ -150,7 +150,7 @@ class Sequence:
         self.oracle_tokens = oracle_tokens
         self.token_ids = as_token_buffer(token_ids)
         self.namespace = namespace
-        self.extra_keys = tuple(map(tuple, extra_keys))
+        self.extra_keys = tuple(map(tuple, extra_keys)) if extra_keys != () else ()
         self.page_hashes = None if page_hashes is None else as_token_buffer(page_hashes)
         self.memo: Any = None
         self.num_unnamed_tokens = 0

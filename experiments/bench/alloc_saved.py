@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from kvarena.experiments.bench.alloc_recorded import Mark, verdict
 
 Row = dict[str, Any]
 ROWS_FILE = "allocators.jsonl"
@@ -38,11 +40,34 @@ def load(folder: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def save_rows(rows: list[Row], folder: Path) -> list[Path]:
+    """Rows as JSON lines into a folder, which is made."""
+    from kvarena.experiments.scenarios import write_log
+
+    write_log(rows, folder / ROWS_FILE)
+    return [folder / ROWS_FILE]
+
+
+def several(number: int, run: Callable[[], Iterable[Row]], out: Path, say: Callable[[str], None]) -> list[Row]:
+    """So many runs, each saved when it ends as OUT/run1 and so on with its table; then OUT/spread.txt. Returns them
+    laid together."""
+    from kvarena.experiments.bench import alloc_tables
+
+    found = []
+    for turn in range(1, number + 1):
+        say(f"run {turn} of {number}")
+        found.append(list(run()))
+        save_rows(found[-1], out / f"run{turn}")
+        (out / f"run{turn}" / "allocators.txt").write_text(alloc_tables.text(found[-1]), encoding="utf-8")
+    (out / "spread.txt").write_text(alloc_tables.spread(found), encoding="utf-8")
+    return together(found)
+
+
 def together(runs: list[list[Row]]) -> list[Row]:
     """One row for each measurement that all runs have: the median of their medians, the range of all samples.
 
-    What follows from the value (ratio, verdict) is taken from the run that has the median. The header is the first
-    run's. An even number of runs gives the lower one of the two in the middle.
+    Ratios to the real packages of the runs are medians of their medians too, and the verdict follows from them. The
+    header is the first run's. An even number of runs gives the lower one of the two in the middle.
     """
     tables = [{_name(row): row for row in run} for run in runs]
     rows = []
@@ -58,7 +83,20 @@ def _middle(found: list[Row]) -> Row:
         return found[0]
     middle = statistics.median_low(row["value"] for row in found)
     chosen = next(row for row in found if row["value"] == middle)
-    return chosen | {"low": min(row["low"] for row in found), "high": max(row["high"] for row in found)}
+    joined = chosen | _over(found, "low", "high") | _over(found, "here_ratio_low", "here_ratio_high")
+    for name in ("here", "here_ratio", "lean", "lean_ratio"):
+        if all(name in row for row in found):
+            joined[name] = statistics.median_low(row[name] for row in found)
+    mark = Mark(chosen["real"], chosen["must"], chosen["aim"], chosen["absolute"])
+    against = joined["value"] if mark.absolute else joined.get("here_ratio", joined["ratio"])
+    return joined | {"met": verdict(against, mark, chosen["unit"])}
+
+
+def _over(found: list[Row], low: str, high: str) -> Row:
+    """The range of all runs' ranges, where all have one."""
+    if not all(low in row for row in found):
+        return {}
+    return {low: min(row[low] for row in found), high: max(row[high] for row in found)}
 
 
 def _name(row: Row) -> tuple[Any, ...]:
@@ -66,7 +104,8 @@ def _name(row: Row) -> tuple[Any, ...]:
 
 
 def summary(rows: Iterable[Row]) -> str:
-    """Markdown: the main figures of both designs in all forms, each with its ratio to the recorded real package."""
+    """Markdown: the main figures of both designs in all forms, each with its ratio to the real package: of the run
+    where it was beside, else (r) to the recorded one."""
     cells = {(row["study"], row["name"], row["design"], row["page_size"]): _cell(row) for row in rows if "value" in row}
     lines = ["| | " + " | ".join(DESIGNS.values()) + " |", "|---|" + "---|" * len(DESIGNS)]
     for (study, name), label in SUMMARY.items():
@@ -78,4 +117,6 @@ def summary(rows: Iterable[Row]) -> str:
 
 def _cell(row: Row) -> str:
     value = f"{row['value']:,.0f}" if row["value"] >= 100 else f"{row['value']:.3g}"
-    return f"{value} ({row['ratio']:.1f}x)" if row["ratio"] is not None else value
+    if "here_ratio" in row:
+        return f"{value} ({row['here_ratio']:.1f}x)"
+    return f"{value} ({row['ratio']:.1f}x r)" if row["ratio"] is not None else value

@@ -6,7 +6,8 @@ import gc
 import itertools
 import time
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -29,6 +30,9 @@ from kvarena.experiments.bench.alloc_ops import (
 from kvarena.experiments.bench.real_sglang import RealSGLang
 from kvarena.experiments.bench.real_vllm import RealVLLM
 
+TRACE = "mooncake-conversation"
+TRACE_POOL_TOKENS = 8_388_608
+TRACE_LIVE = 16
 VERBS = ("pin", "reserve", "commit", "release")
 DIGEST_BYTES = 16  # what a page's hash is chained to
 ID_BYTES = 4
@@ -149,27 +153,58 @@ def real_rate(load: list[Prompt], kind: str, page_size: int, expected: Decisions
     return rate
 
 
-def latencies(contender: Contender, seqs: list[Sequence]) -> dict[str, list[int]]:
-    """Nanoseconds of wall time of every call of a replay, by verb: tails are what stalls a step."""
+@dataclass(frozen=True)
+class Replayed:
+    """A replay whose calls are timed one by one. `latencies`: nanoseconds of wall time of every call, by verb."""
+
+    name: str
+    latencies: Callable[[Contender], Mapping[str, SequenceOf[int]]]
+
+
+def recorded_replay(num_requests: int, say: Callable[[str], None]) -> Replayed | None:
+    """The first requests of a recorded trace, tokens spelled out, 16 of them live; None where the trace is not held."""
+    from kvarena.experiments.config import EngineConfig
+    from kvarena.experiments.replay import Replay
+    from kvarena.experiments.traces import load_trace
+
+    try:
+        trace = load_trace(TRACE, limit=num_requests)
+    except ValueError as error:
+        say(f"latencies are of the benchmark's own load: {error}")
+        return None
+
+    def latencies(contender: Contender) -> Mapping[str, SequenceOf[int]]:
+        with _settled():
+            replay = Replay(
+                allocator(contender.spec, TRACE_POOL_TOKENS), EngineConfig(live=TRACE_LIVE, too_long="reject")
+            )
+            return replay.run(trace).nanoseconds
+
+    return Replayed(f"{TRACE}, {num_requests:,} requests, {TRACE_LIVE} live, {TRACE_POOL_TOKENS:,} tokens", latencies)
+
+
+def own_replay(load: list[Prompt]) -> Replayed:
+    """The benchmark's own load, a request at a time."""
+    return Replayed(f"own load, {len(load):,} requests", lambda contender: _own_latencies(contender, load))
+
+
+def _own_latencies(contender: Contender, load: list[Prompt]) -> Mapping[str, SequenceOf[int]]:
     owner = allocator(contender.spec, POOL_TOKENS)
     found: dict[str, list[int]] = {verb: [] for verb in VERBS}
     clock = time.perf_counter_ns
-    gc.collect()
-    gc.freeze()  # what the benchmark itself keeps is not walked by collections that stall a verb
-    for seq in seqs:
-        seq.memo = None
-        times = [clock()]
-        pin = owner.pin(seq)
-        times.append(clock())
-        owner.reserve([(seq, seq.num_tokens - (pin.hit_tokens if pin else 0))])
-        times.append(clock())
-        owner.commit([(seq, seq.num_tokens)])
-        times.append(clock())
-        owner.release([seq], Release.FINISH)
-        times.append(clock())
-        for verb, taken in zip(VERBS, np.diff(times), strict=True):
-            found[verb].append(int(taken))
-    gc.unfreeze()
+    with _settled():
+        for seq in sequences(load, contender.page_size, hashes=False):
+            times = [clock()]
+            pin = owner.pin(seq)
+            times.append(clock())
+            owner.reserve([(seq, seq.num_tokens - (pin.hit_tokens if pin else 0))])
+            times.append(clock())
+            owner.commit([(seq, seq.num_tokens)])
+            times.append(clock())
+            owner.release([seq], Release.FINISH)
+            times.append(clock())
+            for verb, taken in zip(VERBS, np.diff(times), strict=True):
+                found[verb].append(int(taken))
     return found
 
 

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from kvarena.experiments.bench import alloc_adapter, real_sglang, real_vllm
 from kvarena.experiments.bench import alloc_studies as studies
-from kvarena.experiments.bench.alloc_load import NUM_REQUESTS, Prompt, replay_prompts
+from kvarena.experiments.bench.alloc_load import Prompt, replay_prompts
 from kvarena.experiments.bench.alloc_ops import Op, Timed, block_ops, token_ops
-from kvarena.experiments.bench.alloc_recorded import MARKS, SOURCE, Mark
+from kvarena.experiments.bench.alloc_recorded import MARKS, SOURCE, Mark, times_better, verdict
 from kvarena.experiments.provenance import code_version
 
 SCHEMA_VERSION = 1
@@ -37,16 +37,25 @@ Say = Callable[[str], None]
 class Effort:
     """How long to measure. `quick` is a smoke run: its figures say that it works, not how fast it is."""
 
-    num_requests: int = NUM_REQUESTS
+    num_requests: int = 6000
     repeats: int = 5
-    samples: int = 41
+    samples: int = 40
     largest: int = 1_000_000
     memory_tokens: int = 1_048_576
     largest_batch: int = 1024
+    trace_requests: int = 4000
 
     @classmethod
     def quick(cls) -> Effort:
-        return cls(num_requests=300, repeats=2, samples=5, largest=10_000, memory_tokens=65_536, largest_batch=16)
+        return cls(
+            num_requests=300,
+            repeats=2,
+            samples=5,
+            largest=10_000,
+            memory_tokens=65_536,
+            largest_batch=16,
+            trace_requests=50,
+        )
 
 
 def run(chosen: Iterable[str], effort: Effort, say: Say) -> Iterator[Row]:
@@ -63,7 +72,7 @@ def run(chosen: Iterable[str], effort: Effort, say: Say) -> Iterator[Row]:
         "counts": lambda: count_rows(load),
         "replay": lambda: replay_rows(load, effort, say),
         "op": lambda: op_rows(effort, say),
-        "latency": lambda: latency_rows(load),
+        "latency": lambda: latency_rows(load, effort, say),
         "growth": lambda: growth_rows(effort),
         "memory": lambda: memory_rows(effort),
         "adapter": lambda: adapter_rows(effort, say),
@@ -94,10 +103,14 @@ def header(effort: Effort) -> Row:
 def row(
     study: str, name: str, design: str, page_size: int, unit: str, values: list[float], here: Iterable[float] = ()
 ) -> Row:
-    """Median and range of a measurement, beside its yardsticks; `here` are the real package's values in its turns."""
+    """Median and range of a measurement, beside its yardsticks; `here` are the real package's values in its turns.
+
+    met           against the real package of this run, else against the recorded one
+    met_recorded  against the recorded one alone; None where a figure is asked for, no ratio
+    """
     value = statistics.median(values)
     mark = MARKS.get((study, name, design, page_size), Mark())
-    recorded = None if mark.real is None else _times_better(value, mark.real, unit)
+    recorded = None if mark.real is None else times_better(value, mark.real, unit)
     beside = _beside(values, list(here), unit)
     found = value if mark.absolute else beside.get("here_ratio", recorded)
     return {
@@ -115,20 +128,16 @@ def row(
         "must": mark.must,
         "aim": mark.aim,
         "absolute": mark.absolute,
-        "met": _met(found, mark, unit),
-        "met_recorded": None if mark.absolute else _met(recorded, mark, unit),
+        "met": verdict(found, mark, unit),
+        "met_recorded": None if mark.absolute else verdict(recorded, mark, unit),
     } | beside
-
-
-def _times_better(ours: float, real: float, unit: str) -> float:
-    return ours / real if unit.startswith("requests") else real / ours
 
 
 def _beside(ours: list[float], real: list[float], unit: str) -> Row:
     """The real package's value in the same turns, and how many times better ours is, with the range over turns."""
     if not real:
         return {}
-    ratios = [_times_better(mine, theirs, unit) for mine, theirs in zip(ours, real, strict=True)]
+    ratios = [times_better(mine, theirs, unit) for mine, theirs in zip(ours, real, strict=True)]
     return {
         "here": statistics.median(real),
         "here_ratio": statistics.median(ratios),
@@ -141,20 +150,6 @@ def lean_of(ours: list[float], real: list[float]) -> Row:
     """The real package's value and our ratio to it where it is called in the leanest way."""
     found = _beside(ours, real, "us")
     return {"lean": found["here"], "lean_ratio": found["here_ratio"]}
-
-
-def _met(found: float | None, mark: Mark, unit: str) -> str | None:
-    """ "aim", "must" or "no"; None where nothing is asked for. `found` is a ratio, or the figure itself where absolute
-    ones are asked for."""
-    if mark.must is None:
-        return None
-    value = found or 0.0
-    more_is_better = unit.startswith("requests") or not mark.absolute
-
-    def reached(wanted: float | None) -> bool:
-        return wanted is not None and (value >= wanted if more_is_better else value <= wanted)
-
-    return "aim" if reached(mark.aim) else "must" if reached(mark.must) else "no"
 
 
 def count_rows(load: list[Prompt]) -> Iterator[Row]:
@@ -270,30 +265,32 @@ def _in_turns(ops: list[Op], samples: int, turns: int) -> list[list[float]]:
     return [list(column) for column in zip(*values, strict=True)]
 
 
-def latency_rows(load: list[Prompt]) -> Iterator[Row]:
-    """p50, p99 and max of every verb's calls over one replay, wall time."""
+def latency_rows(load: list[Prompt], effort: Effort, say: Say) -> Iterator[Row]:
+    """p50, p99 and max of every verb's calls over one replay, wall time: of a recorded trace where one is held."""
+    replayed = studies.recorded_replay(effort.trace_requests, say) or studies.own_replay(load)
     for contender in studies.CONTENDERS:
-        seqs = studies.sequences(load, contender.page_size, hashes=False)
-        for verb, taken in studies.latencies(contender, seqs).items():
+        for verb, taken in replayed.latencies(contender).items():
             marks = np.percentile(taken, [50, 99, 100]) / 1000
             for label, value in zip(("p50", "p99", "max"), marks, strict=True):
-                yield row("latency", f"{verb} {label}", contender.design, contender.page_size, "us", [float(value)])
+                line = row("latency", f"{verb} {label}", contender.design, contender.page_size, "us", [float(value)])
+                yield line | {"calls": len(taken), "trace": replayed.name}
 
 
 def growth_rows(effort: Effort) -> Iterator[Row]:
     """The same operation in ever larger pools and trees; sizes take turns, so that a slow moment hits all of them."""
     for name, design, page_size, by_size in studies.growth(effort.largest):
-        yield from _by_size("growth", name, design, page_size, by_size, effort.samples)
+        values = _by_size(by_size, effort.samples)
+        for size, column in values.items():
+            yield row("growth", name, design, page_size, "us", column) | {"size": size}
+        smallest, largest = values[min(values)], values[max(values)]
+        times = statistics.median(largest) / statistics.median(smallest)
+        yield row("slowdown", name, design, page_size, "times", [times]) | {"size": max(values)}
 
 
-def _by_size(
-    study: str, name: str, design: str, page_size: int, by_size: dict[int, Timed], samples: int
-) -> Iterator[Row]:
-    for timed in by_size.values():
-        timed.sample()
-    turns = [[timed.sample() for timed in by_size.values()] for _ in range(samples)]
-    for size, values in zip(by_size, zip(*turns, strict=True), strict=True):
-        yield row(study, name, design, page_size, "us", list(values)) | {"size": size}
+def _by_size(by_size: dict[int, Timed], samples: int) -> dict[int, list[float]]:
+    """Samples of each size; the first, cold ones are dropped."""
+    turns = [[timed.sample() for timed in by_size.values()] for _ in range(samples + 1)][1:]
+    return {size: list(values) for size, values in zip(by_size, zip(*turns, strict=True), strict=True)}
 
 
 def memory_rows(effort: Effort) -> Iterator[Row]:
@@ -313,4 +310,5 @@ def adapter_rows(effort: Effort, say: Say) -> Iterator[Row]:
         say(missing)
         return
     for name, design, page_size, by_size in alloc_adapter.adapter_steps(effort.largest_batch):
-        yield from _by_size("adapter", name, design, page_size, by_size, effort.samples)
+        for size, values in _by_size(by_size, effort.samples).items():
+            yield row("adapter", name, design, page_size, "us", values) | {"size": size}

@@ -20,6 +20,7 @@ def main() -> None:
 
 @bench_app.command(
     epilog="Examples: kvarena bench allocators --only replay --only op --out out/bench; "
+    "kvarena bench allocators --runs 3 --out results/allocators; "
     "kvarena bench allocators --saved results/allocators/run1 --saved results/allocators/run2 --out out/shown"
 )
 def allocators(
@@ -30,9 +31,10 @@ def allocators(
     out: Annotated[
         Path | None, typer.Option(help="Folder for rows, table and figure; rows on stdout without it.")
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Replays of each contender, taken in turns.", min=1)] = 5,
-    samples: Annotated[int, typer.Option(help="Samples of each operation.", min=1)] = 41,
-    requests: Annotated[int, typer.Option(help="Requests of the replay.", min=50)] = 20_000,
+    runs: Annotated[int, typer.Option(help="Whole runs, OUT/run1 and so on, their spread and medians.", min=1)] = 1,
+    repeats: Annotated[int, typer.Option(help="Turns of each contender, in alternation.", min=1)] = 5,
+    samples: Annotated[int, typer.Option(help="Samples of each operation, over all turns.", min=1)] = 40,
+    requests: Annotated[int, typer.Option(help="Requests of the replay.", min=50)] = 6000,
     largest: Annotated[int, typer.Option(help="Largest pool and tree of the growth study.", min=10_000)] = 1_000_000,
     quick: Annotated[bool, typer.Option(help="A smoke run of seconds; its times mean nothing.")] = False,
     saved: Annotated[
@@ -41,21 +43,26 @@ def allocators(
 ) -> None:
     """Time both allocator designs: operations, replay, latencies, growth, memory, operation counts.
 
-    Rows are JSON lines on stdout, or in OUT/allocators.jsonl; the table for people goes to stderr, a short one in
-    Markdown to OUT/cost.md.
+    The real packages take their turns where they can be imported or KVARENA_PEERS names folders of unpacked wheels;
+    latencies are of a recorded trace where KVARENA_TRACES holds it. Rows are JSON lines on stdout, or in
+    OUT/allocators.jsonl; the table for people goes to stderr, a short one in Markdown to OUT/cost.md.
     """
     from kvarena.experiments.bench import alloc_saved, alloc_tables
     from kvarena.experiments.bench import allocators as bench
-    from kvarena.experiments.results import refuse_others
-    from kvarena.experiments.scenarios import write_log
 
-    if out is not None:
-        refuse_others(out, (out / "allocators.jsonl").is_file(), "an earlier run")
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
     if saved:
         rows = alloc_saved.together([alloc_saved.load(folder) for folder in saved])
     else:
         effort = bench.Effort.quick() if quick else bench.Effort(requests, repeats, samples, largest)
-        rows = list(bench.run(only or bench.STUDIES, effort, lambda text: print(text, file=sys.stderr)))
+        if runs > 1:
+            if out is None:
+                raise ValueError("--runs: several runs are saved, so --out is needed")
+            rows = alloc_saved.several(runs, lambda: bench.run(only or bench.STUDIES, effort, say), out, say)
+        else:
+            rows = list(bench.run(only or bench.STUDIES, effort, say))
     print(alloc_tables.text(rows), file=sys.stderr)
     if out is None:
         import json
@@ -63,9 +70,9 @@ def allocators(
         for row in rows:
             print(json.dumps(row, separators=(",", ":")))
         return
-    write_log(rows, out / "allocators.jsonl")
-    written = alloc_tables.save(rows, out)
-    print(f"{out / 'allocators.jsonl'}, {', '.join(path.name for path in written)}", file=sys.stderr)
+    written = alloc_saved.save_rows(rows, out)
+    written += alloc_tables.save(rows, out)
+    print(f"in {out}: {', '.join(path.name for path in written)}", file=sys.stderr)
 
 
 @bench_app.command(epilog="Example: kvarena bench kernels --figures out/figures --saved results/h200/kernels.json")

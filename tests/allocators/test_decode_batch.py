@@ -7,6 +7,7 @@ import pytest
 from kvarena.allocators.config import make_allocator
 from kvarena.allocators.decode_batch import DecodeBatch, StepReservation
 from kvarena.allocators.interface import EventKind, KVAllocator, Release, Sequence
+from kvarena.allocators.token_batch import MOST_COLUMNS
 
 
 def make(num_pages: int, **fields: Any) -> KVAllocator:
@@ -243,3 +244,32 @@ def test_a_scheduler_that_ran_ahead_of_its_results_may_go_on_in_a_batch(form: st
     batch.commit()
     allocator.check()
     assert allocator.capacity().wasted_slots == 0
+
+
+def seen_over_many_steps(*, own: bool) -> list[Any]:
+    """What others see of four requests that decode for so long that whole steps are written into their rows twice."""
+    allocator = make(2000)
+    seqs = [Sequence(name, [number] * (number + 2)) for number, name in enumerate("abcd")]
+    for seq in seqs:
+        assert prefill(allocator, seq)
+    batch = allocator.decode_batch(seqs) if own else DecodeBatch(allocator, seqs)
+    seen: list[Any] = []
+    for number in range(2 * MOST_COLUMNS + 9):
+        for seq in seqs:
+            seq.append(number)
+        assert batch.reserve() is not None
+        batch.commit()
+        if number == 40:
+            seen.append(list(allocator.page_ids(seqs[1])))
+        if number == 50:
+            seen.append(allocator.capacity())
+        if number == 60:
+            allocator.check()
+            seen.append(repr(allocator))
+    released = allocator.release(seqs, Release.FINISH)
+    allocator.check()
+    return [*seen, list(released.freed), list(released.cached)]
+
+
+def test_whole_steps_reach_the_rows_whoever_looks_at_them_and_however_many_there_are() -> None:
+    assert seen_over_many_steps(own=True) == seen_over_many_steps(own=False)

@@ -17,14 +17,16 @@ from kvarena.allocators.interface import Sequence
 from kvarena.experiments.bench import alloc_saved, alloc_studies, allocators, real_sglang, real_vllm
 from kvarena.experiments.bench.alloc_load import page_names, replay_prompts
 from kvarena.experiments.bench.alloc_ops import Op, Timed, block_ops, token_ops
-from kvarena.experiments.bench.alloc_recorded import MARKS, Mark
+from kvarena.experiments.bench.alloc_recorded import MARKS, Mark, times_better, verdict
 from kvarena.experiments.bench.alloc_tables import growth_figure, text
 from kvarena.experiments.cli import app
 from typer.testing import CliRunner
 
 OPS = [*token_ops(), *block_ops()]
 REPLAYS = ("tokens", "tokens, verbs alone")  # as the engine calls the real package, and in the leanest way
-SMALL = allocators.Effort(num_requests=60, repeats=2, samples=2, largest=10_000, memory_tokens=16_384, largest_batch=16)
+SMALL = allocators.Effort(
+    num_requests=60, repeats=2, samples=2, largest=10_000, memory_tokens=16_384, largest_batch=16, trace_requests=40
+)
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: f"{op.design}-{op.page_size}-{op.name}".replace(" ", "_"))
@@ -43,7 +45,7 @@ def test_every_study_gives_rows_and_every_row_is_whole(rows: list[dict[str, Any]
     header, *others = rows
     assert header["study"] == "header"
     assert header["schema_version"] == 1
-    assert {row["study"] for row in others} == set(allocators.STUDIES)
+    assert {row["study"] for row in others} == {*allocators.STUDIES, "slowdown"}
     for row in others:
         assert row["low"] <= row["value"] <= row["high"]
         assert row["unit"]
@@ -58,8 +60,65 @@ def test_every_yardstick_belongs_to_a_measurement(rows: list[dict[str, Any]]) ->
 def test_the_table_has_a_line_for_every_row(rows: list[dict[str, Any]]) -> None:
     table = text(rows)
     for row in rows[1:]:
-        assert row["name"] in table
+        name = row["name"].partition(" ")[0] if row["study"] == "latency" else row["name"]
+        assert name in table
     assert "recorded 2026-11-29" in table
+
+
+def test_what_is_asked_for_is_counted_against_the_package_here_and_the_recorded_one() -> None:
+    name, mark = "decode step of 256", MARKS["op", "decode step of 256", "token", 1]
+    assert mark.real is not None
+    assert mark.must is not None
+    slow, fast = mark.real / (mark.must - 1), mark.real / (mark.must + 1)
+    for ours, here, met, recorded in (
+        (slow, [], "missed", "missed"),  # without the package here the recorded one is all there is
+        (slow, [slow * 100], "aim", "missed"),
+        (fast, [fast], "missed", "must"),
+    ):
+        table = text([allocators.row("op", name, "token", 1, "us", [ours], here)])
+        assert table.count("what is asked for") == 1
+        asked = next(line for line in table.splitlines() if line.startswith("op: decode step"))
+        assert asked.split()[-2:] == [met, recorded]
+        for label, found in (("real packages here", met), ("recorded ones", recorded)):
+            assert f"against the {label}: {int(found != 'missed')} of 1 met" in table
+
+
+def test_latencies_are_those_of_a_recorded_trace_where_one_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alloc_studies, "TRACE", "chat")
+    held = list(allocators.run(["latency"], SMALL, lambda _: None))[1:]
+    assert {row["trace"].partition(",")[0] for row in held} == {"chat"}
+    assert {row["calls"] for row in held if row["name"] == "pin max"} == {SMALL.trace_requests}
+    assert "chat, 40 requests" in text(held)
+    monkeypatch.setattr(alloc_studies, "TRACE", "no-such-trace")
+    said: list[str] = []
+    own = list(allocators.run(["latency"], SMALL, said.append))[1:]
+    assert {row["trace"] for row in own} == {"own load, 60 requests"}
+    assert any("no-such-trace" in each for each in said)
+
+
+def test_several_runs_are_saved_with_their_spread_and_laid_together(
+    tmp_path: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allocators, "run", lambda *_: iter(rows))
+    arguments = ["bench", "allocators", "--runs", "2"]
+    alone = CliRunner().invoke(app, arguments)
+    assert isinstance(alone.exception, ValueError)
+    assert "--out is needed" in str(alone.exception)
+    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    runs = [alloc_saved.load(tmp_path / name) for name in ("run1", "run2")]
+    assert alloc_saved.load(tmp_path) == json.loads(json.dumps(alloc_saved.together(runs)))
+    assert len((tmp_path / "spread.txt").read_text().splitlines()) == len(rows)
+    assert (tmp_path / "run2" / "allocators.txt").read_text() == text(runs[1])
+    assert {"growth.png", "latency.png", "adapter.png", "cost.md"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_runs_laid_together_are_judged_by_the_median_of_their_ratios() -> None:
+    values = [(10, 60), (10, 100), (12, 144)]  # ours, the real package in its turns: 6x, 10x, 12x
+    runs = [[allocators.row("op", "decode step of 256", "token", 1, "us", [ours], [real])] for ours, real in values]
+    (joined,) = alloc_saved.together(runs)
+    assert (joined["value"], joined["here_ratio"], joined["met"]) == (10, 10, "must")
+    assert (joined["here_ratio_low"], joined["here_ratio_high"]) == (6, 12)
 
 
 def test_growth_has_a_panel_for_each_operation_and_a_line_for_each_design(rows: list[dict[str, Any]]) -> None:
@@ -163,8 +222,8 @@ def test_a_missing_real_package_is_said_and_its_recorded_figures_stand_in(monkey
     ],
 )
 def test_the_verdict_follows_the_direction_of_the_unit(value: float, mark: Mark, unit: str, expected: str) -> None:
-    found = value if mark.absolute else allocators._times_better(value, mark.real or 0, unit)
-    assert allocators._met(found, mark, unit) == expected
+    found = value if mark.absolute else times_better(value, mark.real or 0, unit)
+    assert verdict(found, mark, unit) == expected
 
 
 def test_an_unknown_study_is_an_error_that_lists_the_known_ones() -> None:
