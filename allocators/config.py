@@ -99,7 +99,8 @@ class Design(BaseModel):
         honoured = _SWITCHABLE[self.kind] | (GENERAL if self.is_general else frozenset())
         for name, value in self._differing().items():
             if name not in honoured or (self.is_general and name in _FAST_ONLY and name != "form"):
-                beside = switched or (("form = 'general'",) if self.is_general else ())
+                general = self.form == "general" and name != "form"
+                beside = switched or (("form = 'general'",) if general else ())
                 raise ValueError(_not_honoured(self.kind, name, value, beside, honoured))
         if switched and self.form in ("runs", "hashed"):
             raise ValueError(f"form = {self.form!r} does not honour {', '.join(switched)}; use 'general' or 'auto'")
