@@ -59,6 +59,8 @@ def _load(config: Config, seed: int, source: Any) -> Workload:
         trace = resampled(trace, asked.resample, asked.requests)
     requests = list(trace)
     requests = requests if asked.resample is not None else requests[: asked.requests]
+    if not requests:
+        raise ConfigError("workload.trace", f"{trace.name} has no requests")
     tokens_per_id = 1
     if asked.unit == "ids":
         requests, tokens_per_id = as_ids(requests), trace.visible.grain

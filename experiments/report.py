@@ -116,6 +116,7 @@ def drawn(result: Result, name: str) -> Iterator[Figure]:
 def result_footer(result: Result) -> str:
     """One line of provenance without a date; of what an interrupted command left, it begins with PARTIAL."""
     text = footer(result.config, result.manifest["trace"], result.visible["outputs"])
+    text += " · made by more than one version" if result.manifest.get("other_code") else ""
     return f"PARTIAL · {text}" if "partial" in result.manifest else text
 
 

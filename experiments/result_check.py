@@ -69,3 +69,37 @@ def _check_column(name: str, frame: pd.DataFrame, column: str) -> None:
 
 def _cells(frame: pd.DataFrame) -> set[tuple[Any, ...]]:
     return set(frame[list(_KEYS)].drop_duplicates().itertuples(index=False, name=None))
+
+
+def check_same_numbers(name: str, mine: pd.DataFrame, theirs: pd.DataFrame) -> None:
+    """Raise ValueError unless the summaries of two results say the same of an allocator that both have.
+
+    Equal configs give equal numbers, whatever the machine; other ones come from other code or other packages.
+    """
+    left, right = (
+        frame[frame["allocator"] == name].sort_values(["seed", "pool_bytes"], ignore_index=True)
+        for frame in (mine, theirs)
+    )
+    common = [column for column in left.columns if column in right.columns]
+    differing = [column for column in common if not left[column].equals(right[column])]
+    if differing:
+        raise ValueError(
+            f"allocator {name!r} has other numbers in the two results ({', '.join(differing[:3])}): they were made by "
+            "other versions; make both anew"
+        )
+
+
+def other_code(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """What to say when two results were made by other versions: a difference may then be one between these."""
+    told = [
+        (code.get("version"), code.get("commit"), code.get("dirty"))
+        for code in (one.get("kvarena") or {} for one in (mine, theirs))
+    ]
+    if told[0] == told[1] and not told[0][2]:  # of two trees with changes nobody knows whether they are one
+        return []
+    names = [f"{version or 'an unknown version'}{_commit(commit, dirty)}" for version, commit, dirty in told]
+    return [f"these results were made by other code, {names[0]} and {names[1]}: a difference may be one between these"]
+
+
+def _commit(commit: str | None, dirty: bool | None) -> str:
+    return "" if commit is None else f" at {commit[:10]}{' with changes' if dirty else ''}"

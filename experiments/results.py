@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from kvarena.experiments.config import SCHEMA_VERSION, config_diff
 from kvarena.experiments.provenance import sha256
-from kvarena.experiments.result_check import check_manifest, check_tables
+from kvarena.experiments.result_check import check_manifest, check_same_numbers, check_tables, other_code
 
 if TYPE_CHECKING:
     from kvarena.experiments.divergence import Divergence
@@ -264,11 +264,15 @@ def _joined(a: Result, b: Result) -> Result:
     for entry in b.config["allocators"]:
         if entry["name"] in mine and mine[entry["name"]] != entry:
             raise ValueError(f"allocator {entry['name']!r} has other rules in the two results; rename one of them")
+        if entry["name"] in mine:
+            check_same_numbers(entry["name"], a.summary, b.summary)
     new = [name for name in b.allocators if name not in mine]
     config = {**a.config, "allocators": a.config["allocators"] + _named(b.config["allocators"], new)}
     manifest = {**a.manifest, "allocators": a.manifest["allocators"] + _named(b.manifest["allocators"], new)}
     manifest["budgets"] = a.manifest["budgets"] + [row for row in b.manifest["budgets"] if row["allocator"] in new]
-    manifest["warnings"] = list(dict.fromkeys([*a.warnings, *b.warnings]))
+    said = other_code(a.provenance, b.provenance)
+    manifest["other_code"] = bool(said) or a.manifest.get("other_code", False)
+    manifest["warnings"] = list(dict.fromkeys([*a.warnings, *b.warnings, *said]))
     frames = {
         name: pd.concat([getattr(a, name), frame[frame["allocator"].isin(new)]], ignore_index=True)
         for name in (*FRAMES, "summary")

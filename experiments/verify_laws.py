@@ -146,6 +146,25 @@ def live_requests_are_those_that_came(cell: CellRows) -> Iterator[str]:
                       "which is not arrived - ended")  # fmt: skip
 
 
+def tokens_computed_add_up(cell: CellRows) -> Iterator[str]:
+    """Tokens computed = prompts without their hits + output but its last tokens + what was computed again.
+
+    With a lag of one step, a token that is on its way when its request ends or is thrown back was computed for nobody:
+    at most one for each of these. Of runs with one reply a request and a row a step.
+    """
+    engine = cell.engine
+    several = engine.get("samples", 1) > 1 or engine.get("beam_width", 0) > 0
+    if "end" not in cell.requests or not cell.every_step or cell.fixed_clock or several:
+        return
+    rows = cell.requests[cell.requests["admitted"].astype(bool)]
+    prompts = rows["num_prompt_tokens"] - rows["hit_tokens"] - rows["host_hit_tokens"]
+    needed = int((prompts + (rows["output_tokens"] - 1).clip(lower=0) + rows["recomputed_tokens"]).sum())
+    computed = int(cell.steps["new_tokens"].sum())
+    spare = len(rows) + int(rows["preemptions"].sum()) if engine.get("result_lag", 1) else 0
+    if not 0 <= computed - needed <= spare:
+        yield f"steps: {computed} tokens computed, the requests needed {needed}"
+
+
 def evictions_add_up(cell: CellRows) -> Iterator[str]:
     """Pages evicted in the recorded steps are no more than in the whole run."""
     seen, stated = int(cell.steps["evicted_pages"].sum()), int(cell.stated["evicted_pages"])
@@ -174,6 +193,7 @@ LAWS: dict[str, Law] = {
     "output = served + cut": outputs_are_whole_or_cut,
     "times go forward": times_go_forward,
     "requests in = ended + running + waiting": live_requests_are_those_that_came,
+    "tokens computed": tokens_computed_add_up,
     "evictions": evictions_add_up,
     "budget": budget_adds_up,
 }
