@@ -145,19 +145,8 @@ def told(timeline: Timeline, sample: int) -> list[str]:
 
 
 def step_through(timeline: Timeline) -> Any:
-    """A slider over the samples in Jupyter. Without ipywidgets, or without samples, the static map: its Axes."""
-    try:
-        import ipywidgets
-    except ImportError:
-        return pool_map(timeline)
-    if not timeline.sampled:
-        return pool_map(timeline)
-    import matplotlib.pyplot as plt
+    """A slider over the samples, which Jupyter shows (`pool_slider.py`: plain HTML, also in a saved notebook). Without
+    samples, the static map: its Axes."""
+    from kvarena.experiments.pool_slider import PoolSlider
 
-    def show(sample: int) -> None:
-        pages_at(timeline, sample)
-        plt.show()
-        print("\n".join(told(timeline, sample)))
-
-    slider = ipywidgets.IntSlider(min=0, max=len(timeline.sampled) - 1, description="sample", continuous_update=False)
-    return ipywidgets.interactive(show, sample=slider)
+    return PoolSlider(timeline) if timeline.sampled else pool_map(timeline)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
-import sys
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pytest
-from kvarena.experiments import pool_map, timeline_export
+from kvarena.experiments import pool_map, pool_slider, timeline_export
 from kvarena.experiments.compare import compare
 from kvarena.experiments.engine.run import run_engine
 from kvarena.experiments.engine.run_config import run_config
@@ -184,9 +185,32 @@ def test_every_sample_can_be_shown_and_told(lines: dict[str, Timeline]) -> None:
         pool_map.pages_at(one, len(one.sampled))
 
 
-def test_without_widgets_the_map_is_shown(lines: dict[str, Timeline], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    assert pool_map.step_through(lines["vllm"]).get_ylabel() == "page"
+def test_the_slider_is_one_piece_of_html_with_every_state_and_every_line(lines: dict[str, Timeline]) -> None:
+    one = lines["vllm"]
+    html = pool_map.step_through(one)._repr_html_()
+    constants = dict(re.findall(r"const ([A-Z]+) = (.*?);(?=const |\n)", html))
+    data = np.frombuffer(base64.b64decode(json.loads(constants["STATES"])), np.uint8)
+    unpacked = np.stack([(data >> shift) & 3 for shift in (0, 2, 4, 6)], axis=1).reshape(-1)
+    assert np.array_equal(unpacked[: one.states.size].reshape(one.states.shape), one.states)
+    assert len(json.loads(constants["TOLD"])) == len(json.loads(constants["STEPS"])) == len(one.sampled)
+    assert f"max='{len(one.sampled) - 1}'" in html
+    assert not re.search(r"https?:|src=|import ", html)
+
+
+def test_hostile_names_do_not_leave_the_slider(lines: dict[str, Timeline]) -> None:
+    one = lines["vllm"]
+    marks = [replace(mark, request_id="</script><script>alert(1)</script>") for mark in one.marks]
+    html = pool_slider.slider_html(replace(one, marks=marks, title="<b>t</b>"))
+    assert html.count("<script>") == html.count("</script>") == 1
+    assert "&lt;b&gt;t&lt;/b&gt;" in html
+    assert "\\u003c/script>" in html
+
+
+def test_without_samples_the_map_is_shown(lines: dict[str, Timeline]) -> None:
+    empty = replace(lines["vllm"], sampled=[])
+    assert pool_map.step_through(empty).texts[0].get_text() == "no data"
+    with pytest.raises(ValueError, match="no samples"):
+        pool_slider.slider_html(empty)
 
 
 def test_the_command_writes_both(compared: Result, tmp_path: Path) -> None:
