@@ -312,7 +312,7 @@ class TokenAllocator(KVAllocator):
 
     def _write_rows(self) -> None:
         """All rows as they would be without batches."""
-        for batch in {row.batch for row in self._rows.values()} - {None}:
+        for batch in {row.batch for row in self._rows.values() if row.batch is not None}:
             batch.write_rows()
 
     def _fits(self, seq: Sequence, hit_pages: int, gate: Gate) -> bool:
