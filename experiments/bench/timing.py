@@ -108,15 +108,24 @@ class HostTimed:
 def _rounds(
     calls: Mapping[K, Callable[[], object]], rounds: int, sample: Callable[[Callable[[], object]], None]
 ) -> None:
-    """Samples of all calls in each round, forwards and backwards, rounds a third of a second apart.
+    """Samples of all calls in each round, forwards and backwards, rounds a fifth of a second apart.
 
-    A host has slow moments, up to twice as slow, that last longer than all samples of a round. The first pause is also
-    for torch's CPU threads, which spin for a while when woken.
+    A host has slow moments, up to twice as slow, that last longer than all samples of a round. The host is kept busy
+    between rounds, as an engine keeps it: a virtual core that sleeps comes back slow. It sleeps once, before the first:
+    torch's CPU threads, if something woke them, spin for a while.
     """
+    time.sleep(0.35)
     for number in range(rounds):
-        time.sleep(0.35)
+        if number:
+            _stay_busy(0.2)
         for name in calls if number % 2 == 0 else reversed(list(calls)):
             sample(calls[name])
+
+
+def _stay_busy(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
 
 
 def host_all(calls: Mapping[K, Callable[[], object]], rounds: int = 8, blocks: int = 4) -> dict[K, HostTimed]:

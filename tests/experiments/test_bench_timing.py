@@ -16,6 +16,7 @@ class Clock:
         self.now, self.queued = 0.0, 0.0
         monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(timing, "_stay_busy", lambda seconds: None)
         monkeypatch.setattr(timing.torch.cuda, "synchronize", self.wait)
 
     def wait(self) -> None:
@@ -42,7 +43,7 @@ def test_host_time_leaves_the_device_out_and_is_a_call_s(monkeypatch: pytest.Mon
 
 def test_a_slow_moment_of_the_host_moves_no_median(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, pauses = Clock(monkeypatch), []
-    monkeypatch.setattr(timing.time, "sleep", pauses.append)
+    monkeypatch.setattr(timing, "_stay_busy", pauses.append)
     seen = []
 
     def call(name: str) -> None:
