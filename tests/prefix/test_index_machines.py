@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from kvarena.prefix.run_tree_check import holder_problems, tree_problems
 from support import slow_indexes as slow
 
 CI = settings(
-    max_examples=40,
+    max_examples=15,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
@@ -551,6 +552,79 @@ MACHINES = (HashedIndex, TreeOfRuns, TokenTree, WholePrompts, Orders)
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
 def test_any_order_of_calls_gives_what_a_slow_model_gives(machine):
     run_state_machine_as_test(machine, settings=CI)
+
+
+Draws = dict[str, tuple[int, Callable[[random.Random], dict[str, Any]]]]
+
+
+def some(rng: random.Random) -> int:
+    return rng.randrange(12)
+
+
+def letters(rng: random.Random, most: int = 6) -> list[int]:
+    return [rng.randrange(2) for _ in range(rng.randint(1, most))]
+
+
+# rule -> (how often, its arguments); "begin" once. Longer and denser than what Hypothesis draws.
+DRAWS: dict[type, Draws] = {
+    HashedIndex: {
+        "begin": (0, lambda rng: {"size": rng.randint(1, 3), "hashed": rng.choice(HASHES)}),
+        "write": (2, lambda rng: {"name": rng.choice([None, "a", 1, True]), "letters": letters(rng)}),
+        "publish": (4, lambda rng: {"which": some(rng), "start": rng.choice([0, 0, 1, 2]), "count": rng.randint(1, 6)}),
+        "drop": (2, lambda rng: {"pages": rng.sample(range(1, PAGES + 1), rng.randrange(5))}),
+        "match": (3, lambda rng: {"which": some(rng), "limit": rng.randrange(8)}),
+        "window": (2, lambda rng: {"which": some(rng), "limit": rng.randrange(8), "need": rng.randint(1, 3)}),
+        "clear": (0, lambda rng: {}),
+    },
+    TreeOfRuns: {
+        "arrive": (4, lambda rng: {"name": rng.choice("ab"), "letters": letters(rng), "limit": rng.randrange(7)}),
+        "grow": (3, lambda rng: {"which": some(rng), "letters": letters(rng, 3)}),
+        "fork": (1, lambda rng: {"which": some(rng)}),
+        "leave": (4, lambda rng: {"which": some(rng)}),
+        "take_back": (1, lambda rng: {"which": some(rng), "keep": rng.randrange(6)}),
+        "evict": (1, lambda rng: {"count": rng.randint(1, 5)}),
+        "look": (2, lambda rng: {"name": rng.choice("ab"), "letters": letters(rng), "limit": rng.randrange(7)}),
+    },
+    TokenTree: {
+        "begin": (
+            0,
+            lambda rng: {
+                "name": rng.choice(sorted(slow.ORDERS)),
+                "unit": rng.choice(["leaf", "page"]),
+                "rest": rng.random() < 0.5,
+                "width": rng.choice([1, 4]),
+            },
+        ),
+        "match": (4, lambda rng: {"name": rng.choice([None, "a"]), "letters": letters(rng), "keep": some(rng) < 7}),
+        "insert": (5, lambda rng: {"which": some(rng), "letters": letters(rng)}),
+        "unlock": (3, lambda rng: {"which": some(rng)}),
+        "touch_and_count": (2, lambda rng: {"which": some(rng)}),
+        "border": (2, lambda rng: {"which": some(rng), "at": rng.randrange(7)}),
+        "evict": (1, lambda rng: {"count": rng.randint(1, 6)}),
+    },
+    Orders: {
+        "begin": (0, lambda rng: {"name": rng.choice(sorted(ORDERS)), "heap": rng.random() < 0.5}),
+        "come": (3, lambda rng: {"priority": rng.randrange(3)}),
+        "use": (4, lambda rng: {"which": some(rng), "hit": rng.random() < 0.5, "far": rng.random() < 0.2}),
+        "hold_or_let_go": (3, lambda rng: {"which": some(rng)}),
+        "bear_or_lose_a_child": (1, lambda rng: {"which": some(rng)}),
+        "pop": (2, lambda rng: {}),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("machine", DRAWS, ids=lambda machine: f"long {machine.__name__}")
+def test_long_random_runs_give_what_a_slow_model_gives(machine):
+    draws = {name: draw for name, draw in DRAWS[machine].items() if name != "begin"}
+    names, weights = list(draws), [draws[name][0] for name in draws]
+    for seed in range(40):
+        rng, one = random.Random(seed), machine()
+        if "begin" in DRAWS[machine]:
+            one.begin(**DRAWS[machine]["begin"][1](rng))
+        check = one.nobody_is_forgotten if machine is Orders else one.alike
+        for name in rng.choices(names, weights, k=150):
+            getattr(one, name)(**draws[name][1](rng))
+            check()
 
 
 def test_draws_are_the_same_for_the_same_calls_and_reach_everyone():
