@@ -96,7 +96,7 @@ def _print(found: list[Finding], whole: bool) -> None:
 
 def findings_table(found: list[Finding], *, whole: bool) -> Table:
     """A row a claim and expectation. `whole`: the claim's words in place of its id."""
-    from kvarena.experiments.claims import claimed, predicted, shown
+    from kvarena.experiments.claims import claimed, measured, predicted
     from rich.table import Table
     from rich.text import Text
 
@@ -108,7 +108,7 @@ def findings_table(found: list[Finding], *, whole: bool) -> Table:
         if not finding.values:
             table.add_row(*map(Text, (*first, finding.reason, "", "", "")))
         for place, e in enumerate(finding.claim.expect if finding.values else ()):
-            cells = (e.when, claimed(e), shown(finding.values[e.measure], e.unit), predicted(finding, e))
+            cells = (e.when, claimed(e), measured(finding, e), predicted(finding, e))
             table.add_row(*map(Text, (*(first if place == 0 else ("", "")), *cells)))
         table.add_section()
     return table

@@ -161,7 +161,8 @@ def test_claim(claim: Claim) -> Finding:
         return Finding(claim, reason=str(error))
     if missing := [e.measure for e in claim.expect if e.measure not in values]:
         raise ValueError(f"claim {claim.id}: experiment {claim.experiment} does not measure {missing[0]!r}")
-    return Finding(claim, {e.measure: float(values[e.measure]) for e in claim.expect})
+    names = [f"{e.measure}{end}" for e in claim.expect for end in ("", ".low", ".high")]
+    return Finding(claim, {name: float(values[name]) for name in names if name in values})
 
 
 def refuse_other(folder: Path) -> None:
@@ -253,10 +254,7 @@ def markdown(findings: Iterable[Finding]) -> str:
         lines += ["", f.reason] if f.reason else []
         if f.values:
             lines += ["", "| when | claimed | measured | predicted |", "|---|---|---|---|"]
-            lines += [
-                f"| {e.when} | {claimed(e)} | {shown(f.values[e.measure], e.unit)} | {predicted(f, e)} |"
-                for e in f.claim.expect
-            ]
+            lines += [f"| {e.when} | {claimed(e)} | {measured(f, e)} | {predicted(f, e)} |" for e in f.claim.expect]
         lines += ["", f"<sub>`claims/{f.claim.id}.toml` sha256 {f.claim.sha256[:16]}</sub>"]
     return "\n".join(lines) + "\n"
 
@@ -279,6 +277,15 @@ def _range(ends: Range, unit: str) -> str:
     if low < -1e6:
         return f"at most {shown(high, unit)}"
     return f"{shown(low, unit)} to {shown(high, unit)}"
+
+
+def measured(finding: Finding, expectation: Expectation) -> str:
+    """The value, and where it was measured more than once the range of the repeats."""
+    name, unit = expectation.measure, expectation.unit
+    text = shown(finding.values[name], unit)
+    ends = [finding.values.get(f"{name}.{end}") for end in ("low", "high")]
+    low, high = (None if end is None else shown(end, unit) for end in ends)
+    return text if low is None or high is None else f"{text} ({low} to {high})"
 
 
 def shown(value: float, unit: str) -> str:

@@ -7,31 +7,38 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvarena.allocators.interface import KVAllocator
     from kvarena.experiments.results import Result
 
-REPEATS = 5  # runs of which an allocator's time is the median
+REPEATS = 5  # runs of which an allocator's CPU time is the median
 
 
 def allocator_share(requests: int, seed: int) -> dict[str, float]:
-    """Time of all allocator calls, measured here, over the simulated run's time (H200, Llama-3-8B), chat."""
-    designs = {"token": {"name": "sglang"}, "block": {"name": "vllm"}}
-    return {
-        f"share_{kind}": _allocator_seconds(design, "chat", requests, seed)
-        / _run_seconds(design, "chat", requests, seed)
-        for kind, design in designs.items()
-    }
+    """CPU time in all allocator calls, measured here, over the simulated run's time (H200, Llama-3-8B), chat."""
+    values: dict[str, float] = {}
+    for kind, design in (("token", {"name": "sglang"}), ("block", {"name": "vllm"})):
+        whole = _busy(design, "chat", requests, seed)
+        seconds = float(whole.summary["duration_s"].iloc[0])
+        values |= _with_range(f"share_{kind}", [_allocator_seconds(whole) / seconds for _ in range(REPEATS)])
+    return values
 
 
 def zero_hit_cost(requests: int, seed: int) -> dict[str, float]:
-    """Allocator time with the prefix cache on minus off, over the simulated run's time, prompts that share nothing."""
-    values = {}
+    """Allocator CPU time with the prefix cache on minus off, over the simulated run's time, prompts that share nothing.
+    On and off run in turns."""
+    values: dict[str, float] = {}
     for kind, name in (("block", "vllm"), ("token", "sglang")):
-        on, off = (
-            _allocator_seconds({"name": name, "prefix_cache": cache}, "no_reuse", requests, seed)
-            for cache in (True, False)
-        )
-        values[f"cost_{kind}"] = max(0.0, on - off) / _run_seconds({"name": name}, "no_reuse", requests, seed)
+        on, off = (_busy({"name": name, "prefix_cache": cache}, "no_reuse", requests, seed) for cache in (True, False))
+        seconds = float(on.summary["duration_s"].iloc[0])
+        costs = [(_allocator_seconds(on) - _allocator_seconds(off)) / seconds for _ in range(REPEATS)]
+        values |= _with_range(f"cost_{kind}", costs)
+        values[f"cost_{kind}"] = max(0.0, values[f"cost_{kind}"])
     return values
+
+
+def _with_range(measure: str, found: Sequence[float]) -> dict[str, float]:
+    """The median, and beside it the range of the repeats, which the table shows."""
+    return {measure: median(found), f"{measure}.low": min(found), f"{measure}.high": max(found)}
 
 
 def swap_against_recompute(requests: int, seed: int, sizes: Sequence[int]) -> dict[str, float]:
@@ -75,18 +82,23 @@ def _run(
     return run_engine(run_config(config))
 
 
-def _run_seconds(allocator: Mapping[str, Any], workload: str, requests: int, seed: int) -> float:
-    """Time in which a server is busy: all requests at once, host time left out."""
-    summary = _run(allocator, workload, requests, seed, pool="16 GiB", speed=1e6, host="none", result_lag=0).summary
-    return float(summary["duration_s"].iloc[0])
+def _busy(allocator: Mapping[str, Any], workload: str, requests: int, seed: int) -> Result:
+    """A run in which the server is never idle: all requests at once, host time left out."""
+    return _run(allocator, workload, requests, seed, pool="16 GiB", speed=1e6, host="none", result_lag=0)
 
 
-def _allocator_seconds(allocator: Mapping[str, Any], workload: str, requests: int, seed: int) -> float:
-    """Time of all allocator calls of the same run, the median of five."""
-    runs = [
-        _run(allocator, workload, requests, seed, pool="16 GiB", speed=1e6, host="none", result_lag=0)
-        .timings["total_ms"]
-        .sum()
-        for _ in range(REPEATS)
-    ]
-    return median(float(run) for run in runs) / 1e3
+def _allocator_seconds(result: Result) -> float:
+    """CPU seconds of this process in all allocator calls of the same run, run again: what else the machine does counts
+    for little."""
+    from kvarena.experiments.engine.run import record_again
+    from kvarena.experiments.ladder_times import CpuClock
+
+    clocks: list[CpuClock] = []
+
+    def watch(inner: KVAllocator, *_: Any) -> KVAllocator:
+        clocks.append(CpuClock(inner))
+        return clocks[-1]
+
+    seed = int(result.summary["seed"].iloc[0])
+    record_again(result.config, result.allocators[0], result.pools[0], seed, watch=watch)
+    return clocks[-1].nanoseconds / 1e9

@@ -182,3 +182,15 @@ def test_an_unknown_claim_is_named_with_those_that_exist():
 def test_not_here_is_no_value_error():
     """A wrong argument must never be taken for a missing input."""
     assert not issubclass(NotHereError, ValueError)
+
+
+def test_a_time_comes_with_the_range_of_its_repeats_and_the_cpu_time_is_the_allocators():
+    (claim,) = claims.load_claims(["zero_hit_cost"])
+    quick = claim.model_copy(update={"options": {"requests": 12, "seed": 0}})
+    finding = claims.test_claim(quick)
+    for expectation in finding.claim.expect:
+        values = [finding.values[f"{expectation.measure}{end}"] for end in (".low", "", ".high")]
+        assert values[0] <= values[1] or values[1] == 0.0
+        assert values[1] <= max(values[2], 0.0)
+        assert " to " in claims.measured(finding, expectation)
+    assert 0 < finding.values["cost_block.high"] < 0.5
