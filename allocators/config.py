@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from kvarena.allocators.interface import Gate, KVAllocator
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 Kind = Literal["block", "token", "contiguous", "exact"]
 ENTRY_POINT_GROUP = "kvarena.allocators"
@@ -92,6 +92,30 @@ class Design(BaseModel):
     sizing: Literal["max", "pow2", "declared", "oracle"] = "max"
     placement: Literal["first_fit", "buddy"] = "first_fit"
     max_model_len: int | None = Field(None, ge=1)
+
+    @field_validator(
+        *("page_size", "demand_slack", "hash_unit", "sliding_window", "retention_interval", "max_model_len"),
+        mode="before",
+    )
+    @classmethod
+    def _whole(cls, value: Any) -> Any:
+        """Any integer type, NumPy's too; true, "16" and 16.0 are none."""
+        if value is None:
+            return value
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise ValueError("expected a whole number")
+        return value.__index__()
+
+    @field_validator(
+        *("prefix_cache", "split_touches_suffix", "refused_evicts", "unhashed_to_head", "reversed_release"),
+        *("last_token_rule", "need_sort"),
+        mode="before",
+    )
+    @classmethod
+    def _true_or_false(cls, value: Any) -> Any:
+        if not isinstance(value, bool):
+            raise ValueError("expected true or false")
+        return value
 
     @model_validator(mode="after")
     def _legal(self) -> Design:
@@ -277,8 +301,7 @@ def make_allocator(spec: AllocatorSpec, *, num_pages: int, **overrides: Any) -> 
         )
     num_pages = int(num_pages)
     if isinstance(spec, type):
-        build: Callable[..., KVAllocator] = spec
-        return build(num_pages=num_pages, **overrides)
+        return _of_class(spec)(num_pages=num_pages, **overrides)
     if isinstance(spec, str) and spec in (plugins := _entry_points()):
         return plugins[spec]()(num_pages=num_pages, **overrides)
     chosen = design(spec)
@@ -288,6 +311,14 @@ def make_allocator(spec: AllocatorSpec, *, num_pages: int, **overrides: Any) -> 
         chosen = design({**chosen.model_dump(), "gate": chosen.gate, **overrides})
     module, name = _CLASSES["general" if chosen.is_general else chosen.kind]
     return getattr(import_module(module), name)(num_pages, chosen, **extra)
+
+
+def _of_class(given: type) -> Callable[..., KVAllocator]:
+    if not issubclass(given, KVAllocator):
+        raise ValueError(f"allocator: expected a subclass of KVAllocator, found {given!r}")
+    if missing := sorted(getattr(given, "__abstractmethods__", ())):
+        raise ValueError(f"allocator: {given.__name__} lacks {', '.join(missing)}")
+    return given
 
 
 def label(spec: Design) -> str:

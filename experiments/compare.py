@@ -84,6 +84,8 @@ def compare(
     Raises ValueError naming the field for a bad argument, and for a request that no pool of the run can hold.
     """
     given = locals()
+    if not isinstance(out, str | Path | None):
+        raise ValueError(f"out: expected the path of a folder, found {out!r}")
     fields = {name: given[name] for name in SECTION_OF if name != "trace"}
     base = load_config(Path(config)) if isinstance(config, str | Path) else config
     if not isinstance(base, Config | None):
@@ -98,9 +100,12 @@ def compare(
     return result
 
 
+_ONE = (str, Mapping, Design, type, KVAllocator)
+
+
 def _several(allocators: Any) -> Iterable[Any]:
     """One allocator is a list of one."""
-    return [allocators] if isinstance(allocators, str | Mapping | Design | type | KVAllocator) else allocators
+    return allocators if isinstance(allocators, Iterable) and not isinstance(allocators, _ONE) else [allocators]
 
 
 def _config_table(entry: AllocatorEntry) -> dict[str, Any]:

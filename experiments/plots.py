@@ -165,10 +165,15 @@ def occupancy(result: Result, ax: Axes | None = None, allocator: str | None = No
 
 
 def _occupancy(result: Result, ax: Axes, name: str) -> Axes:
+    import pandas as pd
+    from matplotlib.ticker import MaxNLocator
+
     steps = result.steps
     rows = steps[(steps["allocator"] == name) & (steps["pool_bytes"] == result.reference_pool)]
     rows = rows[rows["seed"] == rows["seed"].min()]
     rows = rows.iloc[:: max(1, -(-len(rows) // MAX_POINTS))]
+    last = rows.iloc[-1:].assign(step=rows["step"].max() + 1)  # the last step is as wide as the others
+    rows = pd.concat([rows, last])
     total = rows["free"] + rows["evictable"] + rows["in_use"]
     shares = [100 * rows[column] / total for column in ("in_use", "evictable", "free")]
     ax.stackplot(
@@ -181,6 +186,7 @@ def _occupancy(result: Result, ax: Axes, name: str) -> Axes:
     ax.set_ylabel("pool (%)")
     ax.set_ylim(0, 100)
     ax.margins(x=0)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(False)
     if not len(rows):
         _say_no_data(ax)

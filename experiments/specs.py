@@ -136,7 +136,7 @@ def _of_entry_point(name: str, fields: Mapping[str, Any]) -> AllocatorEntry:
 
 
 def _of_object(source: Any) -> AllocatorEntry:
-    built = source if isinstance(source, KVAllocator) else source(num_pages=1)
+    built = make_allocator(source, num_pages=1)
     name = _class_name(source)
     return AllocatorEntry(name, name, "custom", built.page_size, None, source)
 

@@ -102,7 +102,7 @@ def hit_rate_table(result: Result) -> Table:
         spread += f"; {NOISE.strip()}: within noise (the 95 % interval of the mean holds zero)"
     legend = [f"{short[name]}: {label}" for name, label in result.labels.items() if label != short[name]]
     title = f"Token hit rate over first admissions, {result.manifest['trace']}"
-    return Table(title, columns, rows, [f"{spread}; differences in points", *legend])
+    return Table(title, columns, rows, [f"{spread}; differences in points" if others else spread, *legend])
 
 
 def engine_table(result: Result) -> Table:

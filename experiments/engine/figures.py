@@ -37,13 +37,14 @@ MEASURES = {
     "mean_batch": ("requests in a step, mean", ".1f"),
     "preemptions": ("preemptions", ",.0f"),
     "recomputed_tokens": ("tokens computed again after them", ",.0f"),
-    "host_token_hit_rate": ("token hit rate of the host's cache, beyond the device's", ".2%"),
+    "host_token_hit_rate": ("token hit rate of the host's cache, beyond the device's", "percent"),
     "swapped_tokens": ("tokens copied back from the host instead", ",.0f"),
-    "token_hit_rate": ("token hit rate, the run's clock", ".2%"),
-    "fixed_token_hit_rate": ("token hit rate, fixed clock", ".2%"),
+    "token_hit_rate": ("token hit rate, the run's clock", "percent"),
+    "fixed_token_hit_rate": ("token hit rate, fixed clock", "percent"),
     "fixed_left_out": ("requests without room, fixed clock", ",.0f"),
     "readmitted_hit_tokens": ("hit tokens of re-admissions (apart)", ",.0f"),
 }
+OF_THE_HOST = ("host_token_hit_rate", "swapped_tokens")  # a run without a host tier has none, which is not 0
 
 
 def latency(result: Result, ax: Axes | None = None, measure: str = "ttft_ms") -> Axes:
@@ -121,17 +122,28 @@ PLOTS: dict[str, Callable[..., Axes]] = {"latency": latency, "load": load}
 
 def engine_rows(result: Result) -> list[list[str]]:
     """Text cells of the engine's measures at the reference pool, means over seeds, an allocator a column."""
+    from kvarena.experiments.tables import percent
+
     table = _at_reference(result, result.summary)
     rows = []
     for column, (text, shape) in MEASURES.items():
-        if column not in table:
+        if column not in table or (column in OF_THE_HOST and not _has_host(result)):
             continue
         cells = [text]
         for name in result.allocators:
             value = table.loc[table["allocator"] == name, column].astype(float).mean()
-            cells.append("–" if value != value else format(value, shape))
+            cells.append(percent(None if value != value else value) if shape == "percent" else _cell(value, shape))
         rows.append(cells)
     return rows
+
+
+def _has_host(result: Result) -> bool:
+    engine = result.config["engine"]
+    return any(engine.get(name) is not None for name in ("host_pool", "host_cache"))
+
+
+def _cell(value: float, shape: str) -> str:
+    return "–" if value != value else format(value, shape)
 
 
 def engine_notes(result: Result) -> list[str]:

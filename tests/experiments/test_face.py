@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from kvarena.allocators.interface import KVAllocator
 
 import kvarena as kv
 
@@ -83,6 +84,39 @@ def test_a_page_count_that_is_none_is_refused(pages):
 def test_an_allocator_of_no_kind_of_spec_is_refused(spec):
     with pytest.raises(ValueError, match="allocator: expected a name, a table with `kind` or a Design"):
         kv.make_allocator(spec, num_pages=3)
+
+
+@pytest.mark.parametrize("value", [True, "16", 16.0, None, [16]])
+@pytest.mark.parametrize("field", ["page_size", "demand_slack"])
+def test_a_count_of_a_design_is_an_integer_of_any_type_and_nothing_else(field, value):
+    import numpy as np
+
+    with pytest.raises(ValueError, match=rf"{field}: .*(whole number|integer)"):
+        kv.block(**{field: value})
+    assert kv.block(page_size=np.int64(4)).page_size == 4
+
+
+@pytest.mark.parametrize("value", [1, "yes", None, 0])
+@pytest.mark.parametrize("field", ["prefix_cache", "reversed_release", "need_sort"])
+def test_a_switch_of_a_design_is_true_or_false_and_nothing_else(field, value):
+    with pytest.raises(ValueError, match=f"{field}: expected true or false"):
+        kv.block(**{field: value})
+
+
+@pytest.mark.parametrize("given", [int, KVAllocator, type("Half", (KVAllocator,), {"pin": lambda *a: None})])
+def test_a_class_that_is_no_whole_allocator_is_refused(given):
+    said = "expected a subclass of KVAllocator|lacks .*reserve"
+    with pytest.raises(ValueError, match=said):
+        kv.make_allocator(given, num_pages=3)
+    if given is not int:
+        with pytest.raises(ValueError, match=said):
+            kv.compare([[1, 2, 3]], allocators=["vllm", given], kernel_batches=0)
+
+
+@pytest.mark.parametrize("fields", [{"allocators": 5}, {"allocators": lambda pages: 1}, {"out": 5}, {"out": b"x"}])
+def test_what_is_no_argument_of_compare_is_named(fields):
+    with pytest.raises(ValueError, match=r"^(allocators|out): expected"):
+        kv.compare([[1, 2, 3]], kernel_batches=0, **fields)
 
 
 def test_an_allocator_shows_its_pages():

@@ -209,6 +209,13 @@ def test_the_difference_is_paired_by_seed():
     assert list(ax.get_lines()[0].get_ydata()) == pytest.approx(expected.tolist())
 
 
+def test_the_pool_of_a_single_request_is_an_area_too():
+    axes = plots.occupancy(compare([[1, 2, 3] * 30], pool="1 GiB", kernel_batches=0))
+    axes.figure.canvas.draw()
+    assert all(area.get_window_extent().width > 100 for area in axes.collections)
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+
+
 def test_occupancy_fills_the_pool_at_every_step():
     ax = plots.occupancy(shared(), ax=plt.subplots()[1])
     tops = [collection.get_paths()[0].vertices[:, 1].max() for collection in ax.collections]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,9 @@ def test_the_command_prints_tables_and_writes_a_folder(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "goodput, requests a second" in done.stdout
     assert "TTFT p99, ms" in done.stdout
+    assert "host" not in done.stdout  # there is none, which is not 0
+    assert "differences" not in done.stdout  # one allocator has none
+    assert not re.search(r"\d%", done.stdout)
     assert load_result(tmp_path / "a").manifest["policy"]["name"] == "vllm"
 
 
