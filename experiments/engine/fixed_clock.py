@@ -21,7 +21,7 @@ from kvarena.allocators.interface import Sequence as KVSequence
 from kvarena.experiments.engine.executors import UnnamedOutputs
 from kvarena.experiments.engine.latency import Latencies, Limits, TokenTimes
 from kvarena.experiments.engine.metered import MeteredAllocator
-from kvarena.experiments.engine.simulate import Record, RequestRow, StepRow
+from kvarena.experiments.engine.rows import Record, RequestRow, StepRow, request_row
 
 if TYPE_CHECKING:
     from kvarena.experiments.traces.base import Request
@@ -208,30 +208,28 @@ class FixedReplay:
                 TokenTimes(moments.arrival_s, moments.first_s, last_s, generated), whole=cut == 0
             )
         self.record.output_tokens += generated
+        there = end != "rejected"
         self.record.requests.append(
-            RequestRow(
+            request_row(
+                request,
+                end,
                 index=moments.index,
-                request_id=request.request_id,
-                session_id=request.session_id,
                 arrival_s=moments.arrival_s,
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_output_tokens=request.num_output_tokens,
                 declared_max_tokens=moments.output_tokens,
-                admitted=end != "rejected",
+                admitted=there,
                 hit_tokens=live.hit_tokens,
                 host_hit_tokens=0,
                 readmissions=0,
                 readmitted_hit_tokens=0,
                 output_tokens=generated,
-                cut_output_tokens=cut,
+                reply_tokens=generated,
                 preemptions=0,
                 recomputed_tokens=0,
                 swapped_tokens=0,
-                admitted_s=None if end == "rejected" else moments.admitted_s,
-                first_token_s=None if end == "rejected" else moments.first_s,
-                last_token_s=None if end == "rejected" else last_s,
-                end_s=moments.end_s if live.ended_s is None else live.ended_s,
-                end=end,
+                admitted_s=moments.admitted_s if there else None,
+                first_token_s=moments.first_s if there else None,
+                last_token_s=moments.last_s if there else None,
+                end_s=moments.end_s,
                 message=message,
             )
         )

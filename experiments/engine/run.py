@@ -208,6 +208,8 @@ def _simulation(
         Limits(engine.ttft_ms, engine.tpot_ms, engine.e2el_ms),
         engine.steps_every,
         engine.check_every,
+        engine.samples,
+        engine.beam_width,
     )
     page_bytes = shape.bytes_per_page(entry.page_size) * cell.workload.tokens_per_id
     return Simulation(allocator, engine.scheduler, engine.scheduler_config(page_bytes), model, arrivals, options)

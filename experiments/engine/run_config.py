@@ -57,6 +57,8 @@ class _Section(BaseModel):
 class RunEngineConfig(_Section):
     """The engine of a run. The scheduler's limits and options are those of `SchedulerConfig`.
 
+    samples         replies to each prompt (n), forks of one sequence, each as long as the trace's reply
+    beam_width      beams of each request (policy vllm), as long as the trace's reply; 0: none
     executor        "simulated": a step-time model in place of a GPU
     attention       attention backend, which fixes the pages: its own choice where the allocator states no page_size,
                     else a check that it reads the stated ones (`kvarena capacity --backends`)
@@ -93,6 +95,8 @@ class RunEngineConfig(_Section):
     limits: Literal["exact", "upstream"] = "exact"
     watermark: Share = 0.0
     whole_prompt_gate: bool = True
+    samples: PositiveInt = 1
+    beam_width: Annotated[StrictInt, Field(ge=0)] = 0
     max_num_active_seqs: PositiveInt | None = None
     adaptive_cap: bool = False
     conservativeness: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
@@ -133,10 +137,24 @@ class RunEngineConfig(_Section):
         config = self.scheduler_config()
         if self.schedule is not None and self.clock == "feedback":
             raise ValueError("schedule is replayed by clock 'fixed' or 'both', and clock is 'feedback'")
+        self._branchable()
         if self.scheduler == "vllm" and config.max_num_batched_tokens < config.max_num_seqs:
             tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
             raise ValueError(f"max_num_batched_tokens {tokens} is less than max_num_seqs {seqs}")
         return self
+
+    def _branchable(self) -> None:
+        several = self.samples > 1 or self.beam_width > 0
+        if self.beam_width == 1 or (self.beam_width and self.samples > 1):
+            raise ValueError(
+                f"beam_width: expected 0, or at least 2 with samples 1, found {self.beam_width} with {self.samples}"
+            )
+        if self.beam_width and self.scheduler != "vllm":
+            raise ValueError("beam_width: scheduler 'sglang' has no beams; expected scheduler 'vllm'")
+        if several and self.clock != "feedback":
+            raise ValueError(f"samples, beam_width: clock {self.clock!r} replays one reply a request")
+        if max(self.samples, self.beam_width) > self.max_num_seqs:
+            raise ValueError(f"samples, beam_width: at most max_num_seqs ({self.max_num_seqs}) run at once")
 
     def scheduler_config(self, page_bytes: int = 1) -> SchedulerConfig:
         """The part that the scheduler gets, for pages of so many bytes."""

@@ -195,7 +195,7 @@ def _with_latency(requests: pd.DataFrame) -> pd.DataFrame:
     """Milliseconds a request: TTFT, TPOT (none for one token), E2EL, which ends with the last token."""
     first, last = (requests[name].astype(float) for name in ("first_token_s", "last_token_s"))
     served = requests["end"] != "rejected"
-    gaps = (requests["output_tokens"] - 1).where(requests["output_tokens"] > 1)
+    gaps = (requests["reply_tokens"] - 1).where(requests["reply_tokens"] > 1)
     requests["ttft_ms"] = 1e3 * (first - requests["arrival_s"])
     requests["tpot_ms"] = (1e3 * (last - first) / gaps).where(served)
     requests["e2el_ms"] = (1e3 * (last - requests["arrival_s"])).where(served)

@@ -7,115 +7,28 @@ results: the longer of the two counts.
 
 from __future__ import annotations
 
-from array import array
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvarena.allocators.interface import KVAllocator
 from kvarena.experiments.engine.arrivals import Arrival, Arrivals
+from kvarena.experiments.engine.beams import Candidate
 from kvarena.experiments.engine.engine import Engine, Executor, StepRecord, make_scheduler
 from kvarena.experiments.engine.executors import HiddenOutputs, ScriptedExecutor, UnnamedOutputs
 from kvarena.experiments.engine.latency import Latencies, Limits, TokenTimes
 from kvarena.experiments.engine.metered import MeteredAllocator
 from kvarena.experiments.engine.request import End, EngineRequest, make_request
+from kvarena.experiments.engine.rows import Record as Record
+from kvarena.experiments.engine.rows import RequestRow as RequestRow
+from kvarena.experiments.engine.rows import StepRow as StepRow
+from kvarena.experiments.engine.rows import request_row
 from kvarena.experiments.engine.scheduler import Scheduled, SchedulerConfig, StepPlan
 from kvarena.experiments.engine.step_time import StepTimeModel
 
 MakeExecutor = Callable[[KVAllocator, HiddenOutputs, SchedulerConfig], Executor]
+BEAM_GAP_NATS = 2.0  # between the log-probabilities of neighbouring ranks, on average
 IDLE_STEP_S = 1e-5  # a step that computes nothing takes this long at least, so that time goes on
-
-
-@dataclass(frozen=True, slots=True)
-class RequestRow:
-    """What became of one request. Times are seconds on the engine's clock; None where there is no such moment.
-
-    hit_tokens          of its first admission; `readmitted_hit_tokens` of those after preemptions
-    host_hit_tokens     of its first admission, found in the host's prefix cache beyond those on the device
-    recomputed_tokens   computed again after preemptions; `swapped_tokens` came back from the host instead
-    declared_max_tokens what the scheduler was told, before any cut
-    admitted_s          when the step of its first admission began
-    last_token_s        before `end_s` where the engine ended it later than its last token came (out of pool)
-    end                 stop, length, pool, rejected
-    cut_output_tokens   tokens of the true output that a limit cut off (all of them when rejected)
-    message             the numbers, when it was rejected or out of pool
-    """
-
-    index: int
-    request_id: str
-    session_id: str | None
-    arrival_s: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-    declared_max_tokens: int
-    admitted: bool
-    hit_tokens: int
-    readmissions: int
-    readmitted_hit_tokens: int
-    host_hit_tokens: int
-    output_tokens: int
-    cut_output_tokens: int
-    preemptions: int
-    recomputed_tokens: int
-    swapped_tokens: int
-    admitted_s: float | None
-    first_token_s: float | None
-    last_token_s: float | None
-    end_s: float
-    end: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """One step and the pool after it. `tail_slots` and `live_tokens` are of the running requests."""
-
-    step: int
-    time_s: float
-    kind: str
-    batch: int
-    new_tokens: int
-    admitted: int
-    preempted: int
-    running: int
-    waiting: int
-    gpu_ms: float
-    host_ms: float
-    free: int
-    evictable: int
-    in_use: int
-    shared: int
-    duplicates: int
-    wasted_slots: int
-    tail_slots: int
-    live_tokens: int
-    evicted_pages: int
-    external_fragmentation: float | None = None
-
-
-@dataclass
-class Record:
-    """Everything a run yields.
-
-    prefill_s  of the GPU's time, what would not be there without the prompts
-    step_ns    measured time in the allocator, each step
-    """
-
-    requests: list[RequestRow] = field(default_factory=list)
-    steps: list[StepRow] = field(default_factory=list)
-    latencies: Latencies = field(default_factory=Latencies)
-    num_steps: int = 0
-    busy_steps: int = 0
-    batch_entries: int = 0
-    new_tokens: int = 0
-    preemptions: int = 0
-    swapped_out_pages: int = 0
-    swapped_in_pages: int = 0
-    output_tokens: int = 0
-    duration_s: float = 0.0
-    gpu_s: float = 0.0
-    host_s: float = 0.0
-    prefill_s: float = 0.0
-    step_ns: array[int] = field(default_factory=lambda: array("q"))
 
 
 @dataclass(frozen=True)
@@ -125,23 +38,39 @@ class RunOptions:
     declare      what the scheduler is told of a request's output: (true tokens, index) -> max_tokens
     steps_every  a StepRow every so many steps
     check_every  verify the allocator every so many steps; 0: never
+    samples      replies to each prompt, each as long as the trace's
+    beam_width   beams of each request, which go on as long as the trace's reply; 0: none
     """
 
     declare: Callable[[int, int], int]
     limits: Limits = field(default_factory=Limits)
     steps_every: int = 1
     check_every: int = 0
+    samples: int = 1
+    beam_width: int = 0
 
 
 @dataclass(slots=True)
 class _Live:
-    """A request in the engine, and what its row needs."""
+    """A request in the engine, and what its row needs.
+
+    replies  itself and its forks, by id, with the times of their tokens; open: those that have not ended
+    """
 
     arrival: Arrival
     request: EngineRequest
-    times: TokenTimes
     declared: int
+    replies: dict[str, tuple[EngineRequest, TokenTimes]]
+    open: set[str]
     admitted_s: float | None = None
+
+    def merged(self) -> TokenTimes:
+        """First token of any reply, last token of any, tokens of the longest."""
+        times = [each for _, each in self.replies.values()]
+        first = [each.first_s for each in times if each.first_s is not None]
+        last = [each.last_s for each in times if each.last_s is not None]
+        tokens = max(each.num_tokens for each in times)
+        return TokenTimes(self.arrival.arrival_s, min(first, default=None), max(last, default=None), tokens)
 
 
 class Clock:
@@ -189,7 +118,7 @@ class Simulation:
     ) -> None:
         """`make_executor`: real pools in place of scripted outputs; the scheduler uses the executor's `allocator`."""
         self.allocator = allocator
-        self.outputs = HiddenOutputs()
+        self.outputs = HiddenOutputs(self._candidates if options.beam_width else None)
         executor: Executor = ScriptedExecutor(self.outputs)
         watched: KVAllocator = allocator
         if make_executor is not None:
@@ -203,10 +132,19 @@ class Simulation:
         self.options = options
         self.record = Record(latencies=Latencies(options.limits))
         self._live: dict[str, _Live] = {}
+        self._root: dict[str, str] = {}  # fork -> the request that it began as
         self._unnamed = UnnamedOutputs()
         self._evicted_before = 0
         self._preempted = 0
         self.after_step: Callable[[StepRecord, float], None] | None = None  # for whoever wants to look
+
+    def _candidates(self, root: str, generated: tuple[int, ...], width: int) -> list[Candidate]:
+        """A random language model: what the beams of a request could go on with, all ending where the trace's reply
+        does."""
+        rng = random.Random(f"{root}/{hash(generated)}")  # of whole numbers, so that every process draws the same
+        last = len(generated) + 1 >= max(self._live[root].arrival.request.num_output_tokens, 1)
+        gap, token = rng.expovariate(1 / BEAM_GAP_NATS), UnnamedOutputs.FIRST + rng.randrange(2**28)
+        return [Candidate(token + rank, -gap * rank, last) for rank in range(width)]
 
     def run(self, tick: Callable[[], None] | None = None) -> Record:
         """Until every request has ended; `tick` is called once for each."""
@@ -261,6 +199,8 @@ class Simulation:
             arrival_s=arrival.arrival_s,
             priority=int(traced.extra.get("priority", 0)),
             namespace=traced.namespace,
+            samples=self.options.samples,
+            beam_width=self.options.beam_width,
         )
         # What contiguous runs are sized by; no other design and no scheduler reads these.
         request.seq.declared_max_tokens = declared
@@ -268,7 +208,10 @@ class Simulation:
         named = traced.grain == 1 and traced.output_ids is not None and len(traced.output_ids) == true_tokens
         output = traced.output_ids if named else self._unnamed.take(true_tokens)
         self.outputs.add(request.id, output)  # type: ignore[arg-type]  # a NumPy array serves as a sequence
-        self._live[request.id] = _Live(arrival, request, TokenTimes(arrival.arrival_s), declared)
+        for number in range(1, self.options.samples):
+            self.outputs.add(f"{request.id}/{number}", self._unnamed.take(true_tokens))
+        replies = {request.id: (request, TokenTimes(arrival.arrival_s))}
+        self._live[request.id] = _Live(arrival, request, declared, replies, {request.id})
         self.engine.add(request)
 
     def _note_admitted(self, plan: StepPlan) -> None:
@@ -282,57 +225,84 @@ class Simulation:
         if record.due is not None:
             for entry in record.due.batch:
                 self._note_token(entry, now)
+        for child in record.children:
+            self._join(child, now)
         for request in (*record.finished, *record.ended):
-            yield self._end(self._live.pop(request.id), now)
+            live = self._live[self._root.get(request.id, request.id)]
+            live.open.discard(request.id)
+            if request.beams is not None and request.end is End.STOP:
+                self._token(live.replies[request.id][1], now)  # its last one ends the search and is not appended
+            if not live.open:
+                yield self._end(live, now)
+
+    def _join(self, child: EngineRequest, now: float) -> None:
+        """A fork, whose first token of its own came with its parent's."""
+        root = self._root[child.id] = self._root.get(child.parent or "", child.parent or "")
+        live = self._live[root]
+        before = live.replies[child.parent or root][1]
+        times = TokenTimes(live.arrival.arrival_s, before.first_s, now, child.num_output)
+        live.replies[child.id] = child, times
+        live.open.add(child.id)
 
     def _note_token(self, entry: Scheduled, now: float) -> None:
-        live = self._live.get(entry.request.id)
+        live = self._live.get(self._root.get(entry.request.id, entry.request.id))
+        if live is None or not entry.samples or entry.request.end is End.REJECTED:
+            return
+        request, times = live.replies[entry.request.id]
         # A token that was dropped (it was sampled after the end, or before a retraction) did not reach anybody.
-        if live is None or not entry.samples or live.request.num_output <= live.times.num_tokens:
+        if request.num_output <= times.num_tokens:
             return
-        if live.request.end is End.REJECTED:
-            return
-        gap = live.times.token(now)
+        self._token(times, now)
+
+    def _token(self, times: TokenTimes, now: float) -> None:
+        gap = times.token(now)
         if gap is not None:
             self.record.latencies.itl.append(gap)
 
     def _end(self, live: _Live, now: float) -> RequestRow:
         request, traced = live.request, live.arrival.request
         rejected = request.end is End.REJECTED
-        generated = 0 if rejected else request.num_output
-        cut = max(traced.num_output_tokens, 1) - generated
-        if not rejected:
-            self.record.latencies.served(live.times, whole=cut <= 0)
-        self.outputs.forget(request.id)
-        self.arrivals.ended(request.id, now)
-        row = RequestRow(
+        replies = [reply for reply, _ in live.replies.values()]
+        kept = [reply for reply in replies if reply.end is not End.PRUNED] if request.beams is not None else replies
+        times, wanted = live.merged(), self.options.samples if request.beams is None else len(kept)
+        row = request_row(
+            traced,
+            "" if request.end is None else _end_of(kept).value,
             index=live.arrival.index,
-            request_id=request.id,
-            session_id=traced.session_id,
             arrival_s=live.arrival.arrival_s,
-            num_prompt_tokens=traced.num_prompt_tokens,
-            num_output_tokens=traced.num_output_tokens,
             declared_max_tokens=live.declared,
             admitted=bool(request.hits) and not rejected,
             hit_tokens=request.hits[0] if request.hits else 0,
-            readmissions=max(len(request.hits) - 1, 0),
-            readmitted_hit_tokens=sum(request.hits[1:]),
+            readmissions=sum(len(reply.hits) for reply in replies) - bool(request.hits),
+            readmitted_hit_tokens=sum(sum(reply.hits) for reply in replies) - sum(request.hits[:1]),
             host_hit_tokens=request.host_hits[0] if request.host_hits else 0,
-            output_tokens=generated,
-            cut_output_tokens=max(cut, 0),
-            preemptions=request.num_preemptions,
-            recomputed_tokens=request.recomputed_tokens,
-            swapped_tokens=request.swapped_tokens,
+            output_tokens=sum(map(_tokens, kept)),
+            replies=wanted,
+            reply_tokens=0 if rejected else max(map(_tokens, kept)),
+            preemptions=sum(reply.num_preemptions for reply in replies),
+            recomputed_tokens=sum(reply.recomputed_tokens for reply in replies),
+            swapped_tokens=sum(reply.swapped_tokens for reply in replies),
             admitted_s=live.admitted_s,
-            first_token_s=live.times.first_s,
-            last_token_s=live.times.last_s,
+            first_token_s=times.first_s,
+            last_token_s=times.last_s,
             end_s=now,
-            end="" if request.end is None else request.end.value,
-            message=request.message,
+            message=next((reply.message for reply in replies if reply.message), ""),
         )
+        if not rejected:
+            self.record.latencies.served(times, whole=row.cut_output_tokens <= 0)
+        self._forget(live)
+        self.arrivals.ended(request.id, now)
         self.record.requests.append(row)
-        self.record.output_tokens += generated
+        self.record.output_tokens += row.output_tokens
         return row
+
+    def _forget(self, live: _Live) -> None:
+        del self._live[live.request.id]
+        self.outputs.forget(live.request.id)
+        for number in range(1, self.options.samples):
+            self.outputs.forget(f"{live.request.id}/{number}")
+        for name in live.replies:
+            self._root.pop(name, None)
 
     def _note_step(self, record: StepRecord, host: float, gpu: float) -> None:
         plan, out = record.plan, self.record
@@ -388,3 +358,14 @@ class Simulation:
             live_tokens=sum(lengths),
             evicted_pages=self.allocator.evicted_pages - self._evicted_before,
         )
+
+
+def _end_of(replies: list[EngineRequest]) -> End:
+    """Of several replies: the end that cut one of them short, else that of the first."""
+    ends = [reply.end for reply in replies if reply.end is not None]
+    return next((end for end in (End.POOL, End.LENGTH) if end in ends and len(ends) > 1), ends[0])
+
+
+def _tokens(reply: EngineRequest) -> int:
+    """Generated tokens; a beam's last one ends the search and is in its hypothesis alone."""
+    return reply.num_output + (reply.beams is not None and reply.end is End.STOP)
