@@ -301,7 +301,9 @@ def config_diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[A
     """Fields that differ between two resolved configs, with both values; None where one lacks the field."""
     left, right = flatten(a), flatten(b)
     names = [*left, *(name for name in right if name not in left)]
-    return {name: (left.get(name), right.get(name)) for name in names if left.get(name) != right.get(name)}
+    pairs = {name: (left.get(name), right.get(name)) for name in names}
+    # An empty table says nothing: what the other has in it is told field by field.
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and not all(v in (None, {}) for v in pair)}
 
 
 def _first_fault(error: ValidationError) -> ConfigError:

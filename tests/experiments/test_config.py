@@ -185,3 +185,13 @@ def test_sets_never_change_the_mapping_that_was_given(sets):
     before = repr(data)
     assert repr(apply_sets(data, sets)) != before
     assert repr(data) == before
+
+
+def test_an_empty_table_is_no_difference_and_hides_none():
+    empty, full = {"workload": {"options": {}, "seeds": 1}}, {"workload": {"options": {"a": 1}, "seeds": 1}}
+    assert config_diff(empty, full) == {"workload.options.a": (None, 1)}
+    assert config_diff(full, {"workload": {"seeds": 2}}) == {
+        "workload.options.a": (1, None),
+        "workload.seeds": (1, 2),
+    }
+    assert config_diff(empty, {"workload": {"seeds": 1}}) == {}
