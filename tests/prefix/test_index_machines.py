@@ -602,6 +602,20 @@ DRAWS: dict[type, Draws] = {
         "border": (2, lambda rng: {"which": some(rng), "at": rng.randrange(7)}),
         "evict": (1, lambda rng: {"count": rng.randint(1, 6)}),
     },
+    WholePrompts: {
+        "begin": (0, lambda rng: {"digest": rng.choice([None, lambda data: 0, lambda data: sum(data) % 2])}),
+        "ask": (
+            3,
+            lambda rng: {
+                "letters": letters(rng, 2),
+                "more": rng.randrange(2),
+                "given": rng.random() < 0.3,
+                "name": rng.choice([None, "a", 1, True]),
+                "item": rng.choice([(), ((0, 1, "x"),), ((0, 1, True),), ((0, 1, 1),)]),
+            },
+        ),
+        "remove": (2, lambda rng: {"which": some(rng)}),
+    },
     Orders: {
         "begin": (0, lambda rng: {"name": rng.choice(sorted(ORDERS)), "heap": rng.random() < 0.5}),
         "come": (3, lambda rng: {"priority": rng.randrange(3)}),
