@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import xxhash
 from kvarena.allocators.forwarding import ForwardingAllocator
@@ -26,6 +26,7 @@ from kvarena.allocators.interface import (
     PADDING_PAGE,
     AllocatorError,
     Commit,
+    EventKind,
     Fork,
     Gate,
     KVAllocator,
@@ -40,6 +41,7 @@ from kvarena.allocators.interface import (
 )
 
 Moved = Callable[[Literal["out", "in"], tuple[PageMove, ...]], None]
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +239,9 @@ class HostCache(ForwardingAllocator):
     def reserve(self, wants: Iterable[tuple[Sequence, int]]) -> list[Reservation] | None:
         """As `KVAllocator.reserve`; what evicted pages held goes out, what a new sequence found comes in."""
         asked = [self._with_loads(seq, n) for seq, n in wants]
-        answers = self.inner.reserve(asked)
+        answers, dropped = self._dropping(lambda: self.inner.reserve(asked))
         if answers is None:
+            self._evicted(dropped)
             for seq, _ in asked:
                 self._unlock(seq)
             return None
@@ -249,6 +252,20 @@ class HostCache(ForwardingAllocator):
         for answer in answers:
             self._load(answer.seq)
         return answers
+
+    def _dropping(self, verb: Callable[[], Answer]) -> tuple[Answer, list[int]]:
+        """What a verb answers, and the pages that it evicted by its own account: a refusal has no list of them
+        (SGLang's demand evicts before it is known to fail), nor has a copy on write."""
+        log, first = self.inner.events, len(self.inner.events.rows)
+        recorded, log.enabled = log.enabled, True
+        try:
+            answer = verb()
+        finally:
+            log.enabled = recorded
+            made = log.rows[first:]
+            if not recorded:
+                del log.rows[first:]
+        return answer, [page for event in made if event.kind is EventKind.EVICT for page in event.page_ids]
 
     def _with_loads(self, seq: Sequence, n: int) -> tuple[Sequence, int]:
         """What the allocator is asked for: to it, tokens that come from the host are new ones."""
@@ -312,9 +329,9 @@ class HostCache(ForwardingAllocator):
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> Fork | None:
         """As `SupportsFork.fork`; its copies come behind the moves told here. ValueError: the design has no fork."""
-        made = super().fork(parent, child, num_tokens)
+        made, dropped = self._dropping(lambda: super(HostCache, self).fork(parent, child, num_tokens))
+        self._evicted(dropped if made is None else made.evicted)
         if made is not None:
-            self._evicted(made.evicted)
             self._taken(copy.dst for copy in made.copies)
             if made.commit is not None:
                 self._taken(made.commit.freed)
@@ -322,7 +339,9 @@ class HostCache(ForwardingAllocator):
         return made
 
     def prepare_write(self, seq: Sequence, start: int, end: int) -> list[PageCopy] | None:
-        copies = super().prepare_write(seq, start, end)
+        """As `SupportsFork.prepare_write`; what its copies displace goes out before them."""
+        copies, dropped = self._dropping(lambda: super(HostCache, self).prepare_write(seq, start, end))
+        self._evicted(dropped)
         self._taken(copy.dst for copy in copies or ())
         return copies
 

@@ -212,6 +212,64 @@ def test_a_refused_admission_loads_nothing_and_unlocks() -> None:
     assert moves.count("in") == 1
 
 
+def _small(kind: str) -> tuple[HostCache, list[tuple[str, tuple[PageMove, ...]]]]:
+    moves: list[tuple[str, tuple[PageMove, ...]]] = []
+    pool = make_allocator({"kind": kind, "page_size": 4}, num_pages=8)
+    return HostCache(pool, 8, lambda way, pages: moves.append((way, pages))), moves
+
+
+def _cached(cache: HostCache, name: str, tokens: range) -> None:
+    seq = Sequence(name, tokens)
+    assert cache.admit(seq) is not None
+    cache.commit([(seq, len(tokens))])
+    cache.release([seq], Release.FINISH)
+
+
+def test_what_a_refused_reservation_evicts_is_found_on_the_host() -> None:
+    """SGLang's demand evicts first and is refused afterwards."""
+    cache, moves = _small("token")
+    _cached(cache, "a", range(16))
+    other = Sequence("b", range(100, 112))
+    assert cache.admit(other) is not None
+    cache.commit([(other, 12)])
+    other.append(7)
+    assert cache.reserve([(other, 60)]) is None
+    assert cache.room() == (5, 0)
+    assert [(way, [page.src for page in pages]) for way, pages in moves] == [("out", [1, 2, 3, 4])]
+    again = Sequence("again", range(16))
+    pin = cache.pin(again)
+    assert pin is not None
+    assert (pin.hit_tokens, cache.hit_tokens(again)) == (12, 12)
+    assert cache.reserve([(again, 4)]) is not None
+    assert moves[-1][0] == "in"
+    cache.check()
+    assert not cache.events.rows
+    assert not cache.events.enabled
+
+
+def test_what_a_copy_on_write_displaces_goes_to_the_host_before_it() -> None:
+    cache, moves = _small("block")
+    parent = Sequence("p", range(100, 110))
+    assert cache.admit(parent) is not None
+    cache.commit([(parent, 10)])
+    _cached(cache, "a", range(20))
+    child = Sequence("c", [*range(100, 110), 5], num_prompt_tokens=10)
+    assert cache.fork(parent, child) is not None
+    assert moves == []
+    copies = cache.prepare_write(parent, 10, 11)
+    assert copies is not None
+    assert [(way, [page.src for page in pages]) for way, pages in moves] == [("out", [copies[0].dst])]
+    cache.check()
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_events_that_somebody_records_stay_theirs(enabled: bool) -> None:
+    cache, _ = _small("token")
+    cache.events.enabled = enabled
+    _cached(cache, "a", range(16))
+    assert bool(cache.events.rows) == cache.events.enabled == enabled
+
+
 def test_bad_sizes_are_named() -> None:
     with pytest.raises(ValueError, match="num_pages"):
         HostCache(make_allocator("vllm", num_pages=3), 0, lambda way, pages: None)
