@@ -381,6 +381,7 @@ def load_laws(path: Path) -> tuple[list[Law], str]:
         rows = table[[*names, "about"]].astype({"x": str}).to_dict("records")
         about = str(rows[0]["about"])
         numbers = ("predicted", "measured", "tolerance", "slack")
-        return [Law(**{n: float(row[n]) if n in numbers else row[n] for n in names}) for row in rows], about
+        values: list[dict[str, Any]] = [{n: float(row[n]) if n in numbers else row[n] for n in names} for row in rows]
+        return [Law(**one) for one in values], about
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise ValueError(f"{path}: cannot be read as laws ({error})") from None
