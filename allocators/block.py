@@ -261,7 +261,10 @@ class BlockAllocator(KVAllocator):
         leaving = list(seqs)
         if len(leaving) > 1:
             refuse_twice(leaving)
-        rows = [self._held_row(seq) for seq in leaving]
+        rows = []
+        for seq in leaving:
+            row = self._rows.get(seq.request_id)
+            rows.append(row if row is not None and row.seq is seq else self._held_row(seq))
         freed: PageIds = ()
         cached: PageIds = ()
         evicted: PageIds = ()

@@ -59,13 +59,28 @@ class BlockDecodeBatch(DecodeBatch):
         due = sorted(self._due.get(self._step, ()))
         if not due:
             return StepReservation(self.seqs, (), array("i"))
-        answers = self.allocator.reserve_decodes([self._rows[member] for member in due])
+        served, early = (due, []) if self.allocator.has_open_pages else self._sorted_by_work(due)
+        answers = self.allocator.reserve_decodes([self._rows[member] for member in served]) if served else []
         if answers is None:
             return None
-        del self._due[self._step]
-        self._await(due)
+        self._due[self._step] = early
+        self._await(served)
         self._is_served = True
-        return StepReservation.of(self.seqs, dict(zip(due, answers, strict=True)))
+        return StepReservation.of(self.seqs, dict(zip(served, answers, strict=True)))
+
+    def _sorted_by_work(self, due: list[int]) -> tuple[list[int], list[int]]:
+        """Members for which a reserve of one token takes or publishes a page, and those whose last token is not
+        known yet."""
+        rows, size = self._rows, self.allocator.page_size
+        served: list[int] = []
+        early: list[int] = []
+        for member in due:
+            row = rows[member]
+            seq = row.seq
+            fits = seq.num_computed_tokens < len(row.pages) * size
+            early_too = fits and row.settled and seq.num_tokens < (row.published + 1) * size
+            (early if early_too else served).append(member)
+        return served, early
 
     def commit(self) -> None:
         """Raise the members' lengths by one; their pages are published by the `reserve` after."""

@@ -181,9 +181,11 @@ class PageRuns(PageStore[RunRow]):
             freed = array("i", [*freed, *_backwards(run for run in let_go if run.node is None)])
         if freed:
             self.stack.extend(freed[::-1])
-        if row.node is not None:
-            row.node.users -= 1
-            self.tree.prune(row.node)
+        node = row.node
+        if node is not None:
+            node.users -= 1
+            if not node.copies:
+                self.tree.prune(node)
         return freed, cached
 
     def share(self, row: RunRow, seq: Sequence, num_pages: int, num_published: int) -> RunRow:

@@ -57,6 +57,9 @@ def text(rows: list[Row]) -> str:
         parts.append("what is asked for\n" + _table(asked, titled=True) + "\n" + score(asked))
     header = next((row for row in rows if row["study"] == "header"), {})
     notes = NOTES.format(source=header.get("real", ""))
+    if "packages_here" in header:
+        packages = ", ".join(f"{name} {version}" for name, version in header["packages_here"].items())
+        notes += f"\nreal packages here: {packages or 'none'}"
     if "load_average" in header:
         load = ", ".join(map(str, header["load_average"]))
         notes += f"\nload of the machine's {header['cpus']} CPUs before the run (1, 5, 15 minutes): {load}"

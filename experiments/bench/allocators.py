@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 class Effort:
     """How long to measure. `quick` is a smoke run: its figures say that it works, not how fast it is."""
 
-    num_requests: int = 6000
+    num_requests: int = 4000
     repeats: int = 5
     samples: int = 40
     largest: int = 1_000_000
@@ -94,10 +94,17 @@ def header(effort: Effort) -> Row:
         "cpus": os.cpu_count(),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "real": SOURCE,
+        "packages_here": peers_here(),
         "requests": effort.num_requests,
         "repeats": effort.repeats,
         "samples": effort.samples,
     }
+
+
+def peers_here() -> dict[str, str]:
+    """Versions of the real packages that can be imported."""
+    found = {"vllm": real_vllm.version(), "sglang": real_sglang.version()}
+    return {name: version for name, version in found.items() if version is not None}
 
 
 def row(

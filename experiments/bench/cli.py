@@ -34,7 +34,7 @@ def allocators(
     runs: Annotated[int, typer.Option(help="Whole runs, OUT/run1 and so on, their spread and medians.", min=1)] = 1,
     repeats: Annotated[int, typer.Option(help="Turns of each contender, in alternation.", min=1)] = 5,
     samples: Annotated[int, typer.Option(help="Samples of each operation, over all turns.", min=1)] = 40,
-    requests: Annotated[int, typer.Option(help="Requests of the replay.", min=50)] = 6000,
+    requests: Annotated[int, typer.Option(help="Requests of the replay.", min=50)] = 4000,
     largest: Annotated[int, typer.Option(help="Largest pool and tree of the growth study.", min=10_000)] = 1_000_000,
     quick: Annotated[bool, typer.Option(help="A smoke run of seconds; its times mean nothing.")] = False,
     saved: Annotated[

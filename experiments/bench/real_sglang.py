@@ -198,6 +198,11 @@ def importable() -> str | None:
     return None
 
 
+def version() -> str | None:
+    """Of the real package; None where it cannot be imported."""
+    return RealSGLang(64, 1).version if importable() is None else None
+
+
 def real_ops() -> list[Op]:
     """The operations of `alloc_ops.token_ops` that a scheduler can ask of the real package, under the same names."""
     ops = []

@@ -102,6 +102,11 @@ def importable() -> str | None:
     return None
 
 
+def version() -> str | None:
+    """Of the real package; None where it cannot be imported."""
+    return RealVLLM(64, 16).version if importable() is None else None
+
+
 def real_ops() -> list[Op]:
     """The operations of `alloc_ops.block_ops` on the real package, under the same names, as the engine calls them."""
     return [

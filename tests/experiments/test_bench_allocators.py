@@ -166,6 +166,7 @@ class Counted:
 def test_real_packages_take_their_turns_and_their_decisions_count_first(monkeypatch: pytest.MonkeyPatch) -> None:
     for package, kind, name in ((real_vllm, "block", "RealVLLM"), (real_sglang, "token", "RealSGLang")):
         monkeypatch.setattr(package, "importable", lambda: None)
+        monkeypatch.setattr(package, "version", lambda: "1.2.3")
         monkeypatch.setattr(alloc_studies, name, partial(Counted, kind))
         twin = Op("decode step of 256", kind, 16, lambda: Timed(lambda: None, lambda _: None))
         for drive in ("real_ops", "lean_ops"):
@@ -173,7 +174,9 @@ def test_real_packages_take_their_turns_and_their_decisions_count_first(monkeypa
     for name, make in (("token_ops", token_ops), ("block_ops", block_ops)):
         steps = [op for op in make() if op.name.startswith("decode step")]
         monkeypatch.setattr(allocators, name, lambda steps=steps: steps)
-    rows = list(allocators.run(["replay", "op"], SMALL, lambda _: None))[1:]
+    header, *rows = allocators.run(["replay", "op"], SMALL, lambda _: None)
+    assert header["packages_here"] == {"vllm": "1.2.3", "sglang": "1.2.3"}
+    assert "real packages here: vllm 1.2.3, sglang 1.2.3" in text([header, *rows])
     beside = {(row["study"], row["name"], row["design"], row["page_size"]) for row in rows if "here" in row}
     assert beside == {
         *(("replay", name, f"block {form}", 16) for name in REPLAYS for form in ("hashed", "runs")),
@@ -198,6 +201,7 @@ def test_a_missing_real_package_is_said_and_its_recorded_figures_stand_in(monkey
         monkeypatch.setitem(sys.modules, package, None)
     said: list[str] = []
     rows = list(allocators.run(["replay"], SMALL, said.append))
+    assert "real packages here: none" in text(rows)
     for package in ("vllm", "sglang"):
         assert any(f"{package} cannot be imported" in text for text in said)
     assert not any("here" in row for row in rows)
