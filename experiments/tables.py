@@ -154,6 +154,8 @@ def time_table(result: Result) -> Table:
             row = frame[(frame["allocator"] == name) & (frame["verb"] == verb)][["p50_us", "p99_us"]].mean()
             cells.append(f"{row['p50_us']:.1f} / {row['p99_us']:.1f}")
         rows.append(cells)
+    if result.manifest.get("kind") == "run" and len(frame) and "adapter" not in set(frame["verb"]):
+        rows.append(["adapter", *("not measured" for _ in result.allocators)])
     title = "Allocator time a call, µs: median / 99th percentile (measured here)"
     return Table(title, ["verb", *_short_names(result).values()], rows)
 

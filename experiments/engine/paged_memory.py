@@ -5,26 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from kvarena.allocators.adapter import BlockTableAdapter, ReqToTokenAdapter
 from kvarena.allocators.interface import (
     AllocatorError,
-    Commit,
-    Fork,
     KVAllocator,
     PageMove,
-    Reservation,
-    Sequence,
 )
+from kvarena.experiments.engine.attention_time import TableKind as TableKind
 from kvarena.experiments.engine.backends import Backend, Step, load_backend
 from kvarena.experiments.engine.scheduler import SchedulerConfig, StepPlan
+from kvarena.experiments.engine.table_watcher import TableWatcher, adapter_of
 from kvarena.experiments.engine.watched import WatchedAllocator
 from kvarena.kernels.pool import KVPool
 from torch import Tensor
-
-TableKind = Literal["block_table", "req_to_token"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class KVShape:
     head_dim: int
 
 
-class PagedMemory:
+class PagedMemory(TableWatcher):
     """Pool and page table of one engine; `allocator` is what its scheduler has to use, so that rows keep up.
 
     A plan's copies are carried out by `begin`, in the plan's order and before anything is computed.
@@ -76,16 +70,7 @@ class PagedMemory:
             device=options.device,
             layout=options.layout,
         )
-        make = BlockTableAdapter if options.table == "block_table" else ReqToTokenAdapter
-        self.adapter = make(
-            allocator,
-            # A request that ended may keep its row until the result of the step in flight is processed.
-            max_requests=2 * limits.max_num_seqs,
-            max_tokens=_row_tokens(allocator, limits),
-            max_batch_tokens=limits.max_num_batched_tokens + 2 * limits.max_num_seqs,
-            device=options.device,
-            slots_by=self.backend.slots_by,
-        )
+        self.adapter = adapter_of(options.table, allocator, limits, options.device, self.backend.slots_by)
         self.host = self._host_pages(limits.host_pages + limits.host_cache_pages)
         self.moved_pages = 0
 
@@ -93,32 +78,6 @@ class PagedMemory:
         """uint8 [count + 1, bytes a page]; pages from 1, as on the device."""
         pinned = self.pool.device.type == "cuda"
         return torch.empty((count + 1, self.pool.bytes_per_page), dtype=torch.uint8, pin_memory=pinned)
-
-    # What the allocator tells
-
-    def reserved(self, reservations: ListLike[Reservation]) -> None:
-        self.adapter.update_all(reservations)
-
-    def refused(self, seqs: ListLike[Sequence]) -> None:
-        for seq in seqs:
-            if seq in self.adapter:
-                self.adapter.refresh(seq)
-
-    def committed(self, commits: ListLike[Commit]) -> None:
-        self.adapter.update_all(commits)
-
-    def released(self, seqs: ListLike[Sequence]) -> None:
-        for seq in seqs:
-            if seq in self.adapter:
-                self.adapter.remove(seq)
-
-    def forked(self, fork: Fork) -> None:
-        self.adapter.add(fork.child)
-        if fork.commit is not None:
-            self.adapter.update(fork.commit)
-
-    def unshared(self, seq: Sequence) -> None:
-        self.adapter.refresh(seq)
 
     # What a step does
 
@@ -171,10 +130,3 @@ def _runs(moves: ListLike[PageMove], host_pages: ListLike[int]) -> Iterator[list
         run.append(move)
     if run:
         yield run
-
-
-def _row_tokens(allocator: KVAllocator, limits: SchedulerConfig) -> int:
-    """Tokens a row holds: the longest request, with the page that a reservation may take ahead; or the whole pool
-    where an allocator reserves runs past the longest request."""
-    pool = allocator.num_pages * allocator.page_size
-    return pool if allocator.kind == "contiguous" else min(limits.max_model_len + 2 * allocator.page_size, pool)

@@ -87,7 +87,8 @@ class Record:
     """Everything a run yields.
 
     prefill_s  of the GPU's time, what would not be there without the prompts
-    step_ns    measured time in the allocator, each step
+    step_ns    measured time in the allocator, each step; adapter_ns in the page table, each step that ran something,
+               where one was built
     """
 
     requests: list[RequestRow] = field(default_factory=list)
@@ -106,6 +107,7 @@ class Record:
     host_s: float = 0.0
     prefill_s: float = 0.0
     step_ns: array[int] = field(default_factory=lambda: array("q"))
+    adapter_ns: array[int] = field(default_factory=lambda: array("q"))
 
 
 def request_row(

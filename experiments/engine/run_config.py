@@ -67,6 +67,8 @@ class RunEngineConfig(_Section):
                     the hits of "fixed" beside it
     schedule        folder of a finished run whose schedule the fixed clock replays; None: a neutral one (the same
                     scheduler over a pool of the same bytes that shares and keeps nothing)
+    adapter         page table whose host part is built beside the run and timed on this machine ("block_table",
+                    "req_to_token"; needs torch): rows brought up to date and the step's batch; None: not measured
     host            whose allocator time the host takes: "ours", or a recorded table
     host_base_us    the rest of a step's host time, microseconds
     step_times      JSON file of GPU coefficients; None: the checkout's calibration, else defaults that say so
@@ -104,6 +106,7 @@ class RunEngineConfig(_Section):
     attention: StrictStr | None = None
     clock: Literal["feedback", "fixed", "both"] = "feedback"
     schedule: StrictStr | None = None
+    adapter: Literal["block_table", "req_to_token"] | None = None
     host: Literal["ours", "none", "ours-block", "ours-token", "vllm", "sglang"] = "ours"
     host_base_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     step_times: StrictStr | None = None

@@ -66,7 +66,7 @@ def measured(
     requests["prefix_tokens"], requests["source"] = reuse.prefix_tokens, reuse.source
     requests["ceiling_tokens"] = ceilings(reuse, requests["num_prompt_tokens"], entry.hit_grain, entry.last_token_rule)
     summary = {**keys, **summarise(config, entry, cell, allocator, record, requests)}
-    times = {**allocator.nanoseconds, "step": record.step_ns}
+    times = {**allocator.nanoseconds, "step": record.step_ns, "adapter": record.adapter_ns}
     return Measured(
         cell,
         _keyed(keys, requests),

@@ -8,6 +8,7 @@ results: the longer of the two counts.
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -130,7 +131,7 @@ class Simulation:
         self.clock = Clock(model, config.result_lag)
         self.arrivals = arrivals
         self.options = options
-        self.record = Record(latencies=Latencies(options.limits))
+        self.record = Record(latencies=Latencies(options.limits), adapter_ns=getattr(executor, "step_ns", array("q")))
         self._live: dict[str, _Live] = {}
         self._root: dict[str, str] = {}  # fork -> the request that it began as
         self._unnamed = UnnamedOutputs()

@@ -10,6 +10,7 @@ import pytest
 from kvarena.experiments.engine.run import run_engine
 from kvarena.experiments.engine.run_config import run_config
 from kvarena.experiments.results import Result
+from kvarena.experiments.tables import time_table
 
 CONFIG = Path(__file__).resolve().parents[3] / "experiments/configs/run-samples.toml"
 
@@ -78,3 +79,19 @@ def test_a_run_with_samples_is_the_same_twice() -> None:
 def test_what_cannot_be_is_refused_by_name(sets: list[str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         run_config(tomllib.loads(CONFIG.read_text(encoding="utf-8")), sets)
+
+
+@pytest.mark.parametrize("table", ["block_table", "req_to_token"])
+@pytest.mark.parametrize("kind", ["block", "token"])
+def test_the_page_tables_part_of_a_step_is_timed_where_it_is_asked_for(table: str, kind: str) -> None:
+    pytest.importorskip("torch")
+    with_table, without = (run(f"allocator.kind={kind}", *sets) for sets in ([f"adapter={table}"], []))
+    assert with_table.requests.equals(without.requests)
+    times = with_table.timings.set_index("verb")
+    busy = round(float(with_table.summary["mean_batch"].iloc[0] ** -1 * with_table.steps["batch"].sum()))
+    assert 0 < times.loc["adapter", "p50_us"] <= times.loc["adapter", "p90_us"] <= times.loc["adapter", "p99_us"]
+    assert busy <= times.loc["adapter", "calls"] <= with_table.summary["steps"].iloc[0]
+    assert "adapter" not in set(without.timings["verb"])
+    shown = {row[0]: row[1] for row in time_table(without).rows}
+    assert shown["adapter"] == "not measured"
+    assert time_table(with_table).rows[-1][1] != "not measured"

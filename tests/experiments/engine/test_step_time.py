@@ -125,6 +125,16 @@ def test_host_time_by_hand() -> None:
     assert MODEL.host_s(plan) == pytest.approx(1e-6 + (2 + 2 * 0.5 + 20 * 0.25) / 1e6)
 
 
+def test_the_page_tables_host_time_goes_by_steps_and_new_pages() -> None:
+    """And the table of the H200's host says of a prefill what was measured there (179 and 166 us)."""
+    model = replace(MODEL, host=HostTimes(0.0, 0.0, 0.0, 10.0, 3.0), host_base_s=0.0)
+    assert model.host_s(StepPlan("mixed", [entry(1, 9), entry(31, 0)])) == pytest.approx((10 + 2 * 3) / 1e6)
+    assert model.host_s(StepPlan()) == 0
+    for name, measured in (("ours-block", 178.8), ("ours-token", 165.5)):
+        table = HOST[name].table_us + HOST[name].table_page_us * 8192 / 16
+        assert table == pytest.approx(measured, rel=0.06)
+
+
 def test_an_empty_step_costs_the_gpu_nothing() -> None:
     assert MODEL.gpu_s(StepPlan()) == 0.0
 
