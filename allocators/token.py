@@ -265,9 +265,9 @@ class TokenAllocator(KVAllocator):
         """`total` pages for one more token of each of `seqs`, and what was evicted for it; None: no room."""
         short = max(total, self._slack * len(seqs)) - self._free.count
         evicted = self._evict(short, seqs[0].request_id) if short > 0 else ()
-        if self._free.need_sort and self.page_size > 1 and len(seqs) > self._free.num_ready:
-            self._free.merge()
         if total <= self._free.count:
+            if self._free.need_sort and self.page_size > 1 and len(seqs) > self._free.num_ready:
+                self._free.merge()
             return self._free.take(total), evicted
         for seq in seqs:
             self._refuse(seq, "no room")
@@ -361,7 +361,7 @@ class TokenAllocator(KVAllocator):
         size, free = self.page_size, self._free
         short = (demand(plan, size, self._slack) if self._slack else total) - free.count
         evicted = self._evict(short, plan[0][0].seq.request_id) if short > 0 else ()
-        if free.need_sort and size > 1 and merge_bound(plan, size) > free.num_ready:
+        if free.need_sort and size > 1 and merge_bound(plan, size, total <= free.count) > free.num_ready:
             free.merge()
         return evicted
 

@@ -71,12 +71,13 @@ def demand(plan: Plan, page_size: int, slack: int) -> int:
     return -(-tokens // page_size)
 
 
-def merge_bound(plan: Plan, page_size: int) -> int:
-    """Ready pages below which waiting ones are merged, page_size > 1.
+def merge_bound(plan: Plan, page_size: int, fits: bool) -> int:
+    """Ready pages below which waiting ones are merged, page_size > 1. `fits`: there is room for the plan.
 
-    SGLang 0.5.22 with need_sort: a loose bound, not the need: a page a decode, new tokens and a page a prefill.
+    SGLang 0.5.22 with need_sort: a loose bound, not the need: a page a decode, new tokens and a page a prefill. A
+    decode for which there is no room is turned away before the free pages are looked at, so it merges nothing.
     """
-    decodes = [n for row, n, _ in plan if row.decoding]
+    decodes = [n for row, n, _ in plan if row.decoding and fits]
     prefills = [n for row, n, _ in plan if not row.decoding]
     return max(len(decodes), sum(prefills) // page_size + len(prefills) + 1 if prefills else 0)
 

@@ -4,7 +4,9 @@ import random
 from array import array
 
 import pytest
+from kvarena.allocators.config import make_allocator
 from kvarena.allocators.free_slots import TRIM, FreePages
+from kvarena.allocators.interface import Release, Sequence
 
 
 @pytest.mark.parametrize("need_sort", [False, True])
@@ -48,3 +50,21 @@ def test_a_queue_that_is_used_for_long_stays_as_short_as_its_content(fifo: bool)
     for _ in range(100):
         free.free(free.take(TRIM))
     assert len(free._returned.ids) <= 8 * TRIM
+
+
+def test_a_decode_without_room_leaves_waiting_pages_unsorted() -> None:
+    """SGLang 0.5.22 with sorted free lists turns a decode away before it looks at the free pages: what waits then is
+    merged later, with what came meanwhile. Found by driving both (seed 7, page size 4)."""
+    pool = make_allocator({"kind": "token", "page_size": 4, "need_sort": True, "prefix_cache": False}, num_pages=6)
+    a, b, c, d = (Sequence(name, range(100 * i, 100 * i + size)) for i, (name, size) in
+                  enumerate((("a", 4), ("b", 8), ("c", 8), ("d", 4))))  # fmt: skip
+    for seq in (a, b, c, d):
+        assert pool.admit(seq) is not None
+        pool.commit([(seq, seq.num_tokens)])
+    assert [list(pool.page_ids(seq)) for seq in (a, b, c, d)] == [[1], [2, 3], [4, 5], [6]]
+    pool.release([c], Release.FINISH)  # 4 and 5 wait
+    for seq in (a, b, d):
+        seq.append(7)
+    assert pool.reserve([(a, 1), (b, 1), (d, 1)]) is None  # three pages, two are free
+    pool.release([b], Release.ABORT)  # 2 and 3 wait too
+    assert list(pool.reserve([(d, 1)])[0].page_ids) == [2]

@@ -154,9 +154,10 @@ class SlowToken(TokenOracle):
         holds = [(self.holds[name], n) for name, n in wants]
         new = [max(pages(hold.facts.computed + n, self.size) - len(hold.row), 0) for hold, n in holds]
         evicted = self._evict_pages(self._demand(holds, new) - self.num_free())
-        if self.need_sort and self.size > 1 and self._bound(holds) > len(self.free):
+        refused = sum(new) > self.num_free()
+        if self.need_sort and self.size > 1 and self._bound(holds, refused) > len(self.free):
             self._merge()
-        if sum(new) > self.num_free():
+        if refused:
             for hold, _ in holds:
                 if not hold.admitted:
                     self._drop(hold)
@@ -181,10 +182,11 @@ class SlowToken(TokenOracle):
             tokens += max(count, self.slack) * self.size if decodes else n + self.slack * self.size
         return pages(tokens, self.size)
 
-    def _bound(self, holds: list[tuple[SlowHold, int]]) -> int:
+    def _bound(self, holds: list[tuple[SlowHold, int]], refused: bool) -> int:
+        """A decode without room never comes to the free pages."""
         prefills = [n for hold, n in holds if hold.facts.computed < hold.facts.prefill]
         loose = sum(prefills) // self.size + len(prefills) + 1 if prefills else 0
-        return max(len(holds) - len(prefills), loose)
+        return max(0 if refused else len(holds) - len(prefills), loose)
 
     def commit(self, done: list[tuple[str, int]]) -> list[list[int]]:
         group: list[int] = []
