@@ -91,7 +91,7 @@ def measured(cell: Cell, place: Place) -> tuple[Found, dict[str, Any]]:
 def until_peak(load: Load, rules: Rules) -> Load:
     """The same burst with every reply cut some steps behind the peak of its demand: carried or not as before."""
     end = int(demand(load, rules).argmax()) + BEHIND_PEAK
-    outputs = np.minimum(load.outputs, np.maximum(end - prefill(load, rules)[0], 1))
+    outputs = np.minimum(load.outputs, np.maximum(end - prefill(load, rules).done, 1))
     requests = tuple(
         replace(each, num_output_tokens=tokens, output_ids=None)
         for each, tokens in zip(load.requests, outputs.tolist(), strict=True)
