@@ -57,7 +57,7 @@ class RateConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    shares: Annotated[list[Share], Field(min_length=2)] = [0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5]
+    shares: Annotated[list[Share], Field(min_length=2)] = [*(round(0.1 * tenth, 1) for tenth in range(1, 16))]
     hit_rates: list[HitRate] = [0.0, 0.2, 0.4, 0.6, 0.8]
     hit_options: dict[str, Any] = Field(default_factory=lambda: {"num_requests": 400})
 

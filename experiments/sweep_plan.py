@@ -69,6 +69,8 @@ def load_sweep(path: Path, sets: Iterable[str] = ()) -> list[SweepCell]:
 
 def sweep_cells(data: Mapping[str, Any], sets: Iterable[str] = ()) -> list[SweepCell]:
     """As `load_sweep`, from a mapping. Equal cells are taken once."""
+    if "rate" in data and "sweep" not in data:
+        raise ValueError("a study of request rates, with a table [rate]: `kvarena rate` runs it")
     base = {name: part for name, part in data.items() if name != "sweep"}
     kind, code = kind_of(base), code_digest()
     cells: dict[str, SweepCell] = {}

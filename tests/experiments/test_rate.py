@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,16 @@ def test_an_attention_backend_fixes_the_page_size() -> None:
         run_config({}, ["attention=flash_mla", "allocator.page_size=16"])
     with pytest.raises(ValueError, match="attention: expected one of"):
         run_config({}, ["attention=paper"])
+
+
+def test_a_sweep_of_its_config_says_which_command_runs_it(tmp_path: Path) -> None:
+    config = REPO / "experiments/configs/rate.toml"
+    answer = CliRunner().invoke(app, ["sweep", str(config), "--out", str(tmp_path / "out")])
+    assert answer.exit_code != 0
+    assert "`kvarena rate` runs it" in str(answer.exception or answer.output)
+
+
+def test_the_shipped_grid_goes_from_a_tenth_to_one_and_a_half_and_is_close_at_the_knee() -> None:
+    shares = load_rate_plan(REPO / "experiments/configs/rate.toml").rate.shares
+    assert {round(0.1 * tenth, 1) for tenth in range(1, 16)} <= set(shares)
+    assert all(b - a < 0.051 for a, b in pairwise([s for s in shares if 0.2 <= s <= 0.7]))
