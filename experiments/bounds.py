@@ -89,6 +89,8 @@ def bounds(result: Result, *, source: Any = None) -> pd.DataFrame:
     """
     from kvarena.experiments.again import cells_again
 
+    if not hasattr(result, "manifest"):
+        raise ValueError(f"bounds: expected a Result, found {type(result).__name__}")
     if result.manifest["kind"] == "run":
         from kvarena.experiments.bounds_run import bounds_of_run
 

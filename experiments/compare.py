@@ -19,6 +19,7 @@ from kvarena.experiments import metrics
 from kvarena.experiments.ceilings import ceilings
 from kvarena.experiments.config import SECTION_OF, Config, config_from_keywords, load_config
 from kvarena.experiments.loading import Workload, load_workloads
+from kvarena.experiments.outputs import as_path
 from kvarena.experiments.partial import Interrupted, cell_name, keep_cells, partial_folder, refuse_other_partial
 from kvarena.experiments.pools import Cell, plan
 from kvarena.experiments.progress import ProgressBar
@@ -84,8 +85,7 @@ def compare(
     Raises ValueError naming the field for a bad argument, and for a request that no pool of the run can hold.
     """
     given = locals()
-    if not isinstance(out, str | Path | None):
-        raise ValueError(f"out: expected the path of a folder, found {out!r}")
+    folder = None if out is None else as_path(out, "out")
     fields = {name: given[name] for name in SECTION_OF if name != "trace"}
     base = load_config(Path(config)) if isinstance(config, str | Path) else config
     if not isinstance(base, Config | None):
@@ -94,9 +94,9 @@ def compare(
     named = {} if trace is None else {"trace": str(trace) if isinstance(trace, str | Path) else "in memory"}
     specs = None if entries is None else tuple(_config_table(entry) for entry in entries)
     chosen = config_from_keywords({**fields, **named, "allocators": specs}, base)
-    result = run(chosen, source=trace, progress=progress, out=None if out is None else Path(out))
-    if out is not None:
-        result.save(out)
+    result = run(chosen, source=trace, progress=progress, out=folder)
+    if folder is not None:
+        result.save(folder)
     return result
 
 

@@ -87,6 +87,10 @@ def conformance(
     if num_pages < 8:
         raise ValueError(f"num_pages: expected at least 8, so that requests can share a pool, found {num_pages}")
     options = overrides if page_size is None else {**overrides, "page_size": page_size}
+    if not isinstance(allocator, type):
+        make_allocator(allocator, num_pages=num_pages, **options)  # a wrong spec is no broken law
+    elif not issubclass(allocator, KVAllocator):
+        raise ValueError(f"allocator: expected a subclass of KVAllocator, found {allocator!r}")
     chosen = list(seeds)
 
     def make() -> KVAllocator:

@@ -111,6 +111,8 @@ def explain(
 
     Raises ValueError for what is not in the result, and when the replay's hits are not those of the result.
     """
+    if not isinstance(what, Config) and not hasattr(what, "manifest"):
+        raise ValueError(f"explain: expected a Result or a Config, found {type(what).__name__}")
     if not isinstance(what, Config) and what.manifest["kind"] == "run":
         from kvarena.experiments.explain_run import explain_run
 

@@ -59,6 +59,13 @@ def _remove(partial: Path) -> None:
         return
 
 
+def as_path(value: Any, name: str) -> Path:
+    """A path from text or a Path. Raises ValueError naming the argument for anything else."""
+    if not isinstance(value, str | Path):
+        raise ValueError(f"{name}: expected a path, found {value!r}")
+    return Path(value)
+
+
 def check_file(path: Path | None, option: str, kinds: Sequence[str], marks: Iterable[str] = ()) -> None:
     """Raise ValueError, before anything runs, when `path` has another ending than `kinds`, cannot be made, or is there
     and lacks one of `marks`: texts that stand in what the command writes. None and an empty file are fine."""

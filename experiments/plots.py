@@ -48,7 +48,11 @@ def _styled(plot: Callable[..., Axes]) -> Callable[..., Axes]:
     def drawn(result: Result, ax: Axes | None = None, **options: Any) -> Axes:
         import matplotlib as mpl
 
+        if not hasattr(result, "labels"):
+            raise ValueError(f"result: expected what kv.compare or kv.load_result gives, found {type(result).__name__}")
         if ax is not None:
+            if not hasattr(ax, "plot"):
+                raise ValueError(f"ax: expected axes of matplotlib, found {type(ax).__name__}")
             return plot(result, ax, **options)
         mine: Any = {k: v for k, v in STYLE.items() if mpl.rcParams[k] == mpl.rcParamsDefault[k]}
         with mpl.rc_context(mine):
@@ -148,10 +152,13 @@ def hit_rate_by_page_size(result: Result, ax: Axes | None = None) -> Axes:
 def occupancy(result: Result, ax: Axes | None = None, allocator: str | None = None) -> Axes:
     """Share of the pool that is in use, evictable and free over the run, first seed, reference pool.
 
-    Without `ax`, one panel an allocator (the first axes are returned); with it, `allocator` or the first one.
+    Without `ax`, one panel an allocator, or that of `allocator` (the first axes are returned); with it, `allocator` or
+    the first one.
     """
+    if allocator not in (None, *result.allocators):
+        raise ValueError(f"allocator: expected one of {', '.join(result.allocators)}, found {allocator!r}")
     if ax is None:
-        names = result.allocators
+        names = result.allocators if allocator is None else [allocator]
         figure = _new_figure((6.4, 0.7 + 1.5 * len(names)))
         panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
         for panel, name in zip(panels, names, strict=True):

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from kvarena.experiments.config import SCHEMA_VERSION, config_diff
+from kvarena.experiments.outputs import as_path
 from kvarena.experiments.provenance import sha256
 from kvarena.experiments.result_check import check_manifest, check_same_numbers, check_tables, other_code
 
@@ -100,7 +101,7 @@ class Result:
 
         if "partial" in self.manifest:
             raise ValueError(f"{out}: what an interrupted command left is no result, and is not saved as one")
-        out = Path(out)
+        out = as_path(out, "out")
         try:
             with finished_folder(out) as made:
                 self._write_tables(made)
@@ -178,7 +179,7 @@ def load_result(path: Path | str) -> Result:
     that an interrupted command left (`partial.load_partial` reads it)."""
     from kvarena.experiments.partial import refuse_partial
 
-    folder = Path(path)
+    folder = as_path(path, "path")
     refuse_partial(folder)
     manifest = _read_json(folder / MANIFEST)
     if manifest.pop("schema_version", None) != SCHEMA_VERSION:
@@ -212,9 +213,9 @@ def _read_summary(path: Path, cells: int) -> pd.DataFrame:
 def merge_results(results: Iterable[Result]) -> Result:
     """Lay finished results over each other. Raises ValueError naming the fields when they differ in more than the
     allocators, and when one adds no allocator to those before it."""
-    given = list(results)
-    if not given:
-        raise ValueError("results: expected at least one")
+    given = [] if isinstance(results, Result) or not isinstance(results, Iterable) else list(results)
+    if not given or not all(isinstance(one, Result) for one in given):
+        raise ValueError(f"results: expected one Result or more in a list, found {results!r}")
     first, *rest = given
     merged = first
     for other in rest:

@@ -26,6 +26,7 @@ from typing import Any
 
 import pandas as pd
 from kvarena.experiments.config import SCHEMA_VERSION
+from kvarena.experiments.outputs import as_path
 from kvarena.experiments.partial import Interrupted
 from kvarena.experiments.results import MANIFEST, Result, finished_folder, load_result
 from kvarena.experiments.sweep_plan import SweepCell, code_digest, load_sweep, sweep_cells
@@ -76,12 +77,18 @@ def sweep(
     Raises ValueError for a config that is wrong anywhere, before anything runs, and for an `out` that holds other
     things or that another sweep is writing to. A cell that fails is recorded and does not stop the others.
     """
+    folder = as_path(out, "out")
+    if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1):
+        raise ValueError(f"jobs: expected a whole number from 1, found {jobs!r}")
+    if not isinstance(config, Path | str | Iterable):
+        raise ValueError(f"config: expected a path, a mapping or cells, found {config!r}")
     if isinstance(config, Path | str):
         cells = load_sweep(Path(config), sets)
     else:
         cells = sweep_cells(config, sets) if isinstance(config, Mapping) else list(config)
     workers: Workers = LocalWorkers(jobs or _cores()) if ray is None else RayWorkers(ray, jobs)
-    folder = Path(out)
+    if not cells:
+        raise ValueError("sweep: expected at least one cell, found none")
     with _locked(folder, beside):
         _write_index(folder, cells)
         try:

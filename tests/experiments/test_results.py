@@ -291,7 +291,7 @@ def test_a_result_given_twice_is_refused(saved):
     for given in ([result, result], [result, load_result(saved)], [result, alone], [alone, result, alone]):
         with pytest.raises(ValueError, match="adds no allocator to the results before it"):
             merge_results(given)
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="one Result or more"):
         merge_results([])
     assert merge_results([result]) is result
 
