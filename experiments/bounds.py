@@ -155,6 +155,7 @@ _LINES: dict[str, tuple[str, Any]] = {
     "clairvoyant": ("clairvoyant", (0, (4, 1.5))),
     "random": ("random eviction", (0, (5, 1, 1, 1))),
 }
+_MARKS = {"clairvoyant": "^", "random": "v"}
 
 
 @_styled
@@ -162,17 +163,21 @@ def plot_bounds(result: Result, ax: Axes | None = None, *, table: pd.DataFrame) 
     """Token hit rate of each allocator (markers) against pool size, between random eviction and clairvoyance at its
     own page size; the infinite cache as a thin line, no cache at 0. `table` is that of `bounds`; means over seeds."""
     ax = ax or _new_axes((6.4, 4.0))
+    single = table["pool_bytes"].nunique() == 1  # a line of one point would not be seen
     for name, look in looks(result.manifest["allocators"]).items():
         rows = table[table["allocator"] == name].groupby("pool_bytes").mean(numeric_only=True)
         x = rows.index.tolist()
         draw_series(ax, x, 100 * rows["policy"], look)
         for column, (_, dashes) in _LINES.items():
             if column in rows:
-                ax.plot(x, 100 * rows[column], color=look.colour, linestyle=dashes, linewidth=1.2)
+                mark = _MARKS[column] if single else ""
+                ax.plot(x, 100 * rows[column], color=look.colour, linestyle=dashes, linewidth=1.2, marker=mark)
         if "infinite" in rows and len(rows):
             ax.axhline(100 * rows["infinite"].iloc[-1], color=look.colour, linewidth=0.6)
-    for text, dashes in [*_LINES.values(), ("infinite cache, at each design's grain", "-")]:
-        ax.plot([], [], color="#555555", linestyle=dashes, linewidth=1, label=text)
+    for column, (text, dashes) in _LINES.items():
+        mark = _MARKS[column] if single else ""
+        ax.plot([], [], color="#555555", linestyle=dashes, linewidth=1, label=text, marker=mark)
+    ax.plot([], [], color="#555555", linewidth=1, label="infinite cache, at each design's grain")
     ax.axhline(0, color="#555555", linewidth=1, linestyle=":", label="no cache")
     ax.set_ylabel("token hit rate (%)")
     _pool_axis(ax, table)

@@ -10,7 +10,7 @@ import pytest
 from kvarena.allocators.config import block, token
 from kvarena.allocators.interface import AllocatorError
 from kvarena.allocators.interface import Sequence as KVSequence
-from kvarena.experiments.bounds import bounds
+from kvarena.experiments.bounds import bounds, plot_bounds
 from kvarena.experiments.cli import app
 from kvarena.experiments.compare import compare
 from kvarena.experiments.engine.run import run_engine
@@ -166,6 +166,15 @@ def test_bounds_of_a_run_are_marks_in_the_order_of_admission(kind):
     assert small["random"] < small["clairvoyant"] <= large["clairvoyant"]
     assert large["clairvoyant"] == pytest.approx(large["infinite"])
     assert small["regret"] == pytest.approx(100 * (small["clairvoyant"] - small["policy"]))
+
+
+def test_marks_of_a_single_pool_can_be_seen_in_the_figure():
+    result = ran()
+    table = bounds(result)
+    ax = plot_bounds(result, table=table)
+    seen = {line.get_marker(): float(line.get_ydata()[0]) for line in ax.lines if len(line.get_xdata()) == 1}
+    assert seen["^"] == pytest.approx(100 * table["clairvoyant"].iloc[0])
+    assert seen["v"] == pytest.approx(100 * table["random"].iloc[0])
 
 
 def test_the_commands_take_the_folder_of_a_run(tmp_path):
