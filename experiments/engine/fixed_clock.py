@@ -228,8 +228,8 @@ class FixedReplay:
                 swapped_tokens=0,
                 admitted_s=moments.admitted_s if there else None,
                 first_token_s=moments.first_s if there else None,
-                last_token_s=moments.last_s if there else None,
-                end_s=moments.end_s,
+                last_token_s=last_s if there else None,
+                end_s=moments.end_s if live.ended_s is None else live.ended_s,
                 message=message,
             )
         )
