@@ -65,7 +65,7 @@ def test_a_trace_is_explained_without_a_result():
         (("FOLDER", "--request", "nobody"), "no request of the id 'nobody'"),
         (("FOLDER", "--pool", "7 GiB"), "pool: expected one of"),
         (("FOLDER", "--out", "table.txt"), "--out: expected a file .csv or .parquet"),
-        (("FOLDER", "--out", "/nowhere/table.csv"), "cannot be written"),
+        (("FOLDER", "--out", "/proc/nowhere/table.csv"), "cannot be written"),
         (("/nowhere",), "cannot be read as a result"),
         (("--trace", "/nowhere.jsonl"), "nowhere.jsonl"),
     ],
