@@ -251,6 +251,7 @@ def test_a_walk_through_the_engine_has_rungs_of_the_scheduler(tmp_path: Path) ->
         upper={"kind": "block", "page_size": 16, "hash_unit": 4, "publish_generated": "finish"},
         extra={"result_lag": (0, 1)},
         jobs=1,
+        rounds=1,
     )
     assert done.manifest["of"] == "run"
     assert done.rungs == ["publish_generated", "hash_unit", "result_lag"]
@@ -274,6 +275,7 @@ def anchor(base: dict[str, Any], out: Path) -> Ladder:
         upper={"kind": "token", **EQUAL, **TREE},
         groups=["duplicates+recency"],
         jobs=1,
+        rounds=0,
     )
 
 
