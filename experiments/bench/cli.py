@@ -53,6 +53,8 @@ def allocators(
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    if saved and runs > 1:
+        raise ValueError("--runs: with --saved nothing is run; expected one of them")
     if saved:
         rows = alloc_saved.together([alloc_saved.load(folder) for folder in saved])
     else:

@@ -104,6 +104,8 @@ def test_several_runs_are_saved_with_their_spread_and_laid_together(
     alone = CliRunner().invoke(app, arguments)
     assert isinstance(alone.exception, ValueError)
     assert "--out is needed" in str(alone.exception)
+    both = CliRunner().invoke(app, [*arguments, "--saved", str(tmp_path)])
+    assert "nothing is run" in str(both.exception)
     result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     runs = [alloc_saved.load(tmp_path / name) for name in ("run1", "run2")]
