@@ -167,11 +167,11 @@ def deployed_sglang(on: Card, page_size: int, shape: ModelShape, server: Server)
     pages = static // page
     if pages < 1:
         kept = _kept_mib(server) * MIB
-        size, held, left = _sizes(on.total_bytes, kept, max(on.total_bytes - kept, 0))
+        size, held, rest = _sizes(on.total_bytes, kept, max(on.total_bytes - kept, 0))
         weights, one = _sizes(on.weights_bytes, page)
         raise ValueError(
             f"memory: {on.name} with {size} is too small for SGLang 0.5.22's own sizing: it keeps {held} of a card "
-            f"beside weights and KV, which leaves {left} for {weights} of weights and at least one page ({one}); the "
+            f"beside weights and KV, which leaves {rest} for {weights} of weights and at least one page ({one}); the "
             "panel of equal bytes does not go by that rule"
         )
     rows = min(max(pages * page_size * 512 // server.max_model_len, 2048), 4096)
