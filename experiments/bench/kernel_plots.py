@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from kvarena.experiments.bench.tables import Row, all_peers, read_ceiling, rows_of
-from kvarena.experiments.outputs import refuse_other_figures, source_of
+from kvarena.experiments.bench.tables import TARGETS_HEAD, Row, all_peers, read_ceiling, rows_of, targets_markdown
+from kvarena.experiments.outputs import refuse_other_figures, refuse_other_file, source_of
 from kvarena.experiments.style import STYLE, add_footer, save_figure
 
 if TYPE_CHECKING:
@@ -265,17 +265,19 @@ FIGURES: dict[str, Callable[..., Axes]] = {
 
 
 def save_figures(result: Result, folder: Path, force: bool = False) -> list[Path]:
-    """All figures as PDF, SVG and PNG, with the provenance below; returns the files.
+    """All figures as PDF, SVG and PNG, with the provenance below, and targets.md; returns the files.
 
-    Raises ValueError when other figures are there, unless `force`.
+    Raises ValueError when other figures are there, or another targets.md, unless `force`.
     """
     import matplotlib as mpl
 
-    source = source_of("kernels", result)
+    source, page = source_of("kernels", result), folder / "targets.md"
     if not force:
         refuse_other_figures(folder, FIGURES, source)
+        refuse_other_file(page, [TARGETS_HEAD.encode()], "give another folder, or --force")
     folder.mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
+    page.write_text(targets_markdown(result), encoding="utf-8")
+    written: list[Path] = [page]
     with mpl.rc_context(STYLE):
         import matplotlib.pyplot as plt
 

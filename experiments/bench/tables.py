@@ -73,6 +73,32 @@ class Target:
         self.name, self.wanted, self.found, self.met = name, wanted, found, met
 
 
+GROUPS = {
+    "decode": "decode",
+    "extend": "extend",
+    "store_kv": "writes, copies, swap",
+    "copy_pages": "writes, copies, swap",
+    "swap": "writes, copies, swap",
+    "slot": "slots and page table, device time",
+    "adapter's": "slots and page table, device time",
+    "host": "host time",
+}
+TARGETS_HEAD = "| targets | how many | met |"
+
+
+def targets_markdown(whole: Mapping[str, Any]) -> str:
+    """Two tables for a page: how many targets of each group are met, and those that are not, with what was found."""
+    found = targets(whole)
+    lines = [TARGETS_HEAD, "|---|---|---|"]
+    for group in dict.fromkeys(GROUPS.values()):
+        some = [target for target in found if GROUPS[target.name.split()[0]] == group]
+        lines.append(f"| {group} | {len(some)} | {sum(target.met for target in some)} |")
+    lines.append(f"| all | {len(found)} | {sum(target.met for target in found)} |")
+    lines += ["", "| not met | wanted | found |", "|---|---|---|"]
+    lines += [f"| {target.name} | {target.wanted} | {target.found} |" for target in found if not target.met]
+    return "\n".join(lines) + "\n"
+
+
 # Share of the read ceiling that decode must reach, by point: (pages 16 and 64, page 1).
 MUST = {
     "64x16k": (0.96, 0.95),

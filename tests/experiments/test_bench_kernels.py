@@ -132,6 +132,17 @@ def test_targets_say_what_was_wanted_found_and_met() -> None:
     assert not slow["decode 64x16k page 16: share of the read ceiling"].met
 
 
+def test_a_page_of_targets_counts_each_once_and_names_those_not_met() -> None:
+    whole = result(us=1000.0, gbps=4300.0)
+    found = tables.targets(whole)
+    missed = [target for target in found if not target.met]
+    text = tables.targets_markdown(whole)
+    assert f"| all | {len(found)} | {len(found) - len(missed)} |" in text
+    assert [line for line in text.splitlines() if "| decode |" in line or "| extend |" in line]
+    assert all(f"| {target.name} | {target.wanted} | {target.found} |" in text for target in missed)
+    assert missed
+
+
 def test_rows_with_errors_are_left_out_of_tables() -> None:
     assert tables.rows_of(result(error="late"), op="decode", kernel="kvarena-block_table") == []
 
@@ -202,7 +213,8 @@ def test_the_command_shows_saved_results_and_draws(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(app, ["bench", "kernels", "--saved", str(SAVED), "--figures", str(tmp_path / "f")])
     assert outcome.exit_code == 0, outcome.output
     assert "read ceiling" in outcome.output
-    assert len(list((tmp_path / "f").iterdir())) == 3 * len(kernel_plots.FIGURES)
+    assert len(list((tmp_path / "f").iterdir())) == 3 * len(kernel_plots.FIGURES) + 1
+    assert "| all |" in (tmp_path / "f" / "targets.md").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a card")
