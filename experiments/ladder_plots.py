@@ -91,7 +91,7 @@ def plot_shares(made: Ladder, ax: Axes | None = None, metric: str = TIME, pool: 
     ax = _axes((4.6, 1.0 + 0.3 * len(made.rungs))) if ax is None else ax
     scale, name = SHARES[metric]
     table = made.of(metric, pool)
-    timed = metric == TIME and "spread_low" in table
+    timed = metric == TIME and "spread_low" in table and bool(table["spread_low"].notna().all())
     ends = ("spread_low", "spread_high") if timed else () if metric == TIME else ("low", "high")
     for place, row in enumerate(table.to_dict("records")):
         value = scale * row["value"]
