@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +58,28 @@ def _remove(partial: Path) -> None:
         partial.unlink(missing_ok=True)
     except OSError:  # its folder is none: the error above says so
         return
+
+
+def remove_stale(out: Path) -> None:
+    """Clear what killed processes left beside `out`: unfinished folders, and replaced results.
+
+    A process killed between its two renames left a whole new result under its temporary name: that one is put in
+    its place first, so nothing that was finished is lost.
+    """
+    stale = [path for path in out.parent.glob(f".{out.name}.*") if _left_by_the_dead(path)]
+    for path in stale:
+        finished = path.with_suffix(".partial")
+        if path.suffix == ".old" and not out.exists() and finished.is_dir():
+            finished.rename(out)
+    for path in stale:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _left_by_the_dead(path: Path) -> bool:
+    _, pid, kind = path.name.rsplit(".", 2)
+    if kind not in ("partial", "old") or not pid.isdigit():
+        return False
+    return Path("/proc").exists() and not Path("/proc", pid).exists()
 
 
 def as_path(value: Any, name: str) -> Path:

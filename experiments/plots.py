@@ -5,7 +5,6 @@ keeps its colour and says "no data".
 
 from __future__ import annotations
 
-import functools
 import math
 import textwrap
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvarena.experiments.budget import format_bytes
 from kvarena.experiments.style import STATE_COLOURS, STYLE, Look, add_footer, looks, save_figure, use_paper_style
+from kvarena.experiments.style import styled as _styled
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,26 +39,6 @@ OUTPUTS_BAND = "replies: none (line) to unreachable"
 _LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8, "borderaxespad": 0}
 WASTE_KINDS = {"tail_waste_bytes": "tail", "reservation_bytes": "reservation", "duplicate_bytes": "duplicates"}
 VERBS = ("pin", "reserve", "commit", "release")
-
-
-def _styled(plot: Callable[..., Axes]) -> Callable[..., Axes]:
-    """A figure that a plot opens by itself is in our style; what the user set stays, and so do the defaults."""
-
-    @functools.wraps(plot)
-    def drawn(result: Result, ax: Axes | None = None, **options: Any) -> Axes:
-        import matplotlib as mpl
-
-        if not hasattr(result, "labels"):
-            raise ValueError(f"result: expected what kv.compare or kv.load_result gives, found {type(result).__name__}")
-        if ax is not None:
-            if not hasattr(ax, "plot"):
-                raise ValueError(f"ax: expected axes of matplotlib, found {type(ax).__name__}")
-            return plot(result, ax, **options)
-        mine: Any = {k: v for k, v in STYLE.items() if mpl.rcParams[k] == mpl.rcParamsDefault[k]}
-        with mpl.rc_context(mine):
-            return plot(result, None, **options)
-
-    return drawn
 
 
 @_styled

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from kvarena.experiments.config import SCHEMA_VERSION, config_diff
-from kvarena.experiments.outputs import as_path
+from kvarena.experiments.outputs import as_path, remove_stale
 from kvarena.experiments.provenance import sha256
 from kvarena.experiments.result_check import check_manifest, check_same_numbers, check_tables, other_code
 
@@ -301,7 +301,7 @@ class finished_folder:
 
     def __enter__(self) -> Path:
         self.refuse(self.out)
-        _remove_stale(self.out)
+        remove_stale(self.out)
         try:
             self.partial.mkdir(parents=True)
         except OSError as error:
@@ -329,28 +329,6 @@ class finished_folder:
                 raise
             return False
         return True
-
-
-def _remove_stale(out: Path) -> None:
-    """Clear what killed processes left beside `out`: unfinished folders, and replaced results.
-
-    A process killed between its two renames left a whole new result under its temporary name: that one is put in
-    its place first, so nothing that was finished is lost.
-    """
-    stale = [path for path in out.parent.glob(f".{out.name}.*") if _left_by_the_dead(path)]
-    for path in stale:
-        finished = path.with_suffix(".partial")
-        if path.suffix == ".old" and not out.exists() and finished.is_dir():
-            finished.rename(out)
-    for path in stale:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _left_by_the_dead(path: Path) -> bool:
-    _, pid, kind = path.name.rsplit(".", 2)
-    if kind not in ("partial", "old") or not pid.isdigit():
-        return False
-    return Path("/proc").exists() and not Path("/proc", pid).exists()
 
 
 def refuse_foreign(out: Path) -> None:

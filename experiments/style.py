@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette: told apart with every common colour blindness.
@@ -105,6 +107,26 @@ def use_paper_style(column: str = "single") -> None:
     mpl.rcParams.update(
         {**STYLE, "font.size": 8, "figure.figsize": (width, width * 0.62 if width > 4 else width * 0.75)}
     )
+
+
+def styled(plot: Callable[..., Axes]) -> Callable[..., Axes]:
+    """A figure that a plot opens by itself is in our style; what the user set stays, and so do the defaults."""
+
+    @functools.wraps(plot)
+    def drawn(result: Any, ax: Axes | None = None, **options: Any) -> Axes:
+        import matplotlib as mpl
+
+        if not hasattr(result, "labels"):
+            raise ValueError(f"result: expected what kv.compare or kv.load_result gives, found {type(result).__name__}")
+        if ax is not None:
+            if not hasattr(ax, "plot"):
+                raise ValueError(f"ax: expected axes of matplotlib, found {type(ax).__name__}")
+            return plot(result, ax, **options)
+        mine: Any = {k: v for k, v in STYLE.items() if mpl.rcParams[k] == mpl.rcParamsDefault[k]}
+        with mpl.rc_context(mine):
+            return plot(result, None, **options)
+
+    return drawn
 
 
 def printable(text: str) -> str:
