@@ -161,8 +161,8 @@ def draw_capacity(result: CapacityResult) -> Figure:
 def _leave_room(figure: Figure, columns: int, beyond: bool) -> None:
     """For the legends: above everything, and between the last axes and the footer."""
     tall = figure.get_figheight()
-    above = 0.42 if columns > 1 else 0.95
-    below = FOOTER_IN + ((0.3 if columns > 1 else 0.6) if beyond else 0.0)
+    above = {1: 0.95, 2: 0.58}.get(columns, 0.42)
+    below = FOOTER_IN + ({1: 0.6, 2: 0.45}.get(columns, 0.3) if beyond else 0.0)
     engine: Any = figure.get_layout_engine()
     engine.set(rect=(0, below / tall, 1, 1 - (above + below) / tall))
 
@@ -196,9 +196,11 @@ def _legends(figure: Figure, result: CapacityResult, beyond: bool, axes: Axes | 
     if card:
         face: Any = {"markerfacecolor": "white", "markeredgecolor": "black", "linestyle": "none"}
         handles.append(Line2D([], [], marker="D", label=f"carried on {card['name']}", **face))
-    wide = len(result.loads) > 1
+    columns = len(result.loads)
     place = {"fontsize": 7.5, "frameon": False, "borderaxespad": 0}
-    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.01, 0.995), ncols=6 if wide else 2, **place)
+    figure.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(0.01, 0.995), ncols={1: 2, 2: 4}.get(columns, 6), **place
+    )
     if beyond and axes is not None:
         lines, labels = axes.get_legend_handles_labels()
         y = FOOTER_IN / figure.get_figheight()
@@ -207,7 +209,7 @@ def _legends(figure: Figure, result: CapacityResult, beyond: bool, axes: Axes | 
             labels,
             loc="lower left",
             bbox_to_anchor=(0.01, y),
-            ncols=9 if wide else 3,
+            ncols={1: 3, 2: 5}.get(columns, 9),
             columnspacing=1.1,
             handlelength=2.4,
             **{**place, "fontsize": 6.8},
@@ -256,7 +258,7 @@ def _footer(result: CapacityResult) -> str:
     model = about["model"] if isinstance(about["model"], str) else "a shape of its own"
     card = f"kvarena {__version__}; {model}, {about['bytes_per_token'] / 1024:g} KiB a token, "
     card += f"{first['total_bytes'] / 2**30:.1f} GiB card; seed {about['seed']}"
-    if len(result.loads) == 1:  # a narrow figure
+    if len(result.loads) < 3:  # a narrow figure
         return card
     limits = f"up to {about['max_model_len']:,} tokens a row; clients declare {about['declared_max_tokens']:,} tokens"
     return f"{card}; {limits}; step times {about['step_times']}"

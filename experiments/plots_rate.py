@@ -69,9 +69,10 @@ def plot_hits(result: RateResult, ax: Axes) -> Axes:
         rows = result.hits[result.hits["allocator"] == name]
         ax.plot(100 * rows["token_hit_rate"], rows["gain"], **_line(look))
     line = result.hits.sort_values("token_hit_rate")
-    label = f"Amdahl's law, {line['prefill_share'].mean():.0%} of the time in prompts"
+    label = f"Amdahl's law, {line['prefill_share'].mean():.0%} in prompts"
     dashes: Any = (0, (2, 2))
     ax.plot(100 * line["token_hit_rate"], line["amdahl"], color="black", linewidth=1, linestyle=dashes, label=label)
+    ax.set_ylim(top=1 + 1.15 * (ax.get_ylim()[1] - 1))  # room for the legend
     ax.legend(fontsize=7.5, loc="upper left", frameon=False)
     ax.set_xlabel("token hit rate (%)")
     ax.set_ylabel("throughput over no cache (x)")
