@@ -25,7 +25,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from kvarena.experiments.sweep_plan import SweepCell, code_digest
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 RETRIES = 3  # of a cell whose Ray node or process died
 
 
