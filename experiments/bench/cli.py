@@ -49,10 +49,14 @@ def allocators(
     """
     from kvarena.experiments.bench import alloc_saved, alloc_tables
     from kvarena.experiments.bench import allocators as bench
+    from kvarena.experiments.results import refuse_others
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    if out is not None:
+        ours = any((folder / alloc_saved.ROWS_FILE).is_file() for folder in (out, *out.glob("run*")))
+        refuse_others(out, ours, "an earlier run")
     if saved and runs > 1:
         raise ValueError("--runs: with --saved nothing is run; expected one of them")
     if saved:
