@@ -261,4 +261,4 @@ def _footer(result: CapacityResult) -> str:
     if len(result.loads) < 3:  # a narrow figure
         return card
     limits = f"up to {about['max_model_len']:,} tokens a row; clients declare {about['declared_max_tokens']:,} tokens"
-    return f"{card}; {limits}; step times {about['step_times']}"
+    return f"{card}; {limits}; step times {about['step_times'].split(' and ')[0]}"

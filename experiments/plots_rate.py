@@ -151,5 +151,5 @@ def _footer(result: RateResult) -> str:
     return (
         f"kvarena {__version__}; {about['trace']}, {about['requests']:,} requests, open arrivals; {about['model']}, "
         f"pool {pools}; {about['policy']['label']}, lag {about['result_lag']}; goodput at {about['goodput_limits']}; "
-        f"simulated, step times {about['step_times']}"
+        f"simulated, step times {about['step_times'].split(' and ')[0]}"
     )
