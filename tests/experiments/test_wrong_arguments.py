@@ -10,7 +10,16 @@ from support.small import shared
 
 import kvarena as kv
 
-NOT_A_RESULT = [None, 5, "out/chat", [], {}, object()]
+
+class Nothing:
+    """An object of no known kind, whose text is the same in every process."""
+
+    def __str__(self) -> str:
+        return "object"
+
+
+NOTHING = Nothing()
+NOT_A_RESULT = [None, 5, "out/chat", [], {}, NOTHING]
 PLOTS = ["hit_rate", "occupancy", "waste", "evictions", "allocator_time", "difference", "hit_rate_by_page_size"]
 
 
@@ -38,7 +47,7 @@ def test_occupancy_draws_the_allocator_that_is_asked_for_or_says_which_there_are
     plt.close("all")
 
 
-@pytest.mark.parametrize("given", [None, 5, b"x", object(), SimpleNamespace()], ids=str)
+@pytest.mark.parametrize("given", [None, 5, b"x", NOTHING, SimpleNamespace()], ids=str)
 def test_what_is_no_path_is_named(given):
     with pytest.raises(ValueError, match="path: expected a path"):
         kv.load_result(given)
