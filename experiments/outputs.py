@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvarena.experiments.provenance import sha256
 from kvarena.experiments.style import FORMATS, save_figure
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ _FIGURE_MARKS = {
     ".pdf": b"/Creator (kvarena)",
 }
 _SOURCE = re.compile(rb"source ([0-9a-f]{16})")
+_DEPTH = 3  # folders upwards in which a result is looked for
 _NAMED = 5  # options that a message names
 _LOOK_BYTES = 1 << 20  # of the head and of the tail: names of columns stand at either end
 
@@ -47,10 +49,34 @@ def whole(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         partial.replace(path)
+        note_written(path)
     except OSError as error:
         raise ValueError(f"{path}: cannot be written ({error.strerror or error})") from None
     finally:
         _remove(partial)
+
+
+def note_written(path: Path) -> None:
+    """When `path` lies in the folder of a finished result, renew its hash there: what a command of ours adds to one,
+    or draws anew in it, is no change behind the result's back."""
+    for folder in list(path.absolute().parents)[:_DEPTH]:
+        about = folder / "provenance.json"
+        if about.is_file() and path.name != about.name:
+            _note(about, path.absolute().relative_to(folder).as_posix(), sha256(path))
+            return
+
+
+def _note(about: Path, name: str, digest: str) -> None:
+    try:
+        data = json.loads(about.read_text(encoding="utf-8"))
+    except ValueError:  # no result of ours: `verify result` is who says so
+        return
+    if not isinstance(data, dict) or not isinstance(data.get("files"), dict) or data["files"].get(name) == digest:
+        return
+    data["files"] = dict(sorted({**data["files"], name: digest}.items()))
+    renewed = about.with_name(f".{about.name}.{os.getpid()}.partial")
+    renewed.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    renewed.replace(about)
 
 
 def _remove(partial: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvarena.experiments import plots
 from kvarena.experiments.config import SCHEMA_VERSION
-from kvarena.experiments.outputs import refuse_other_figures, save_one, source_of
+from kvarena.experiments.outputs import note_written, refuse_other_figures, save_one, source_of
 from kvarena.experiments.provenance import footer
 from kvarena.experiments.style import printable, save_figure
 from kvarena.experiments.tables import remarks, table_html, tables
@@ -88,7 +88,10 @@ def plot_folder(result: Result, out: Path, force: bool = False) -> list[Path]:
         out.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=out, prefix=".partial-") as partial:
             written = write_figures(result, Path(partial))
-            return [path.replace(out / path.name) for path in written]
+            placed = [path.replace(out / path.name) for path in written]
+        for path in placed:
+            note_written(path)
+        return placed
     except OSError as error:
         raise ValueError(f"{out}: cannot be written ({error.strerror})") from None
 

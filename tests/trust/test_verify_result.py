@@ -22,6 +22,7 @@ from kvarena.experiments.style import printable
 from kvarena.experiments.sweep import sweep
 from kvarena.experiments.verify_numbers import COMPARE, RUN, UNSEEN
 from kvarena.experiments.verify_result import Verdict, verify, verify_tables
+from support.commands import invoke
 from support.requests import request, trace
 from support.small import OPTIONS, shared
 from typer.testing import CliRunner
@@ -191,6 +192,25 @@ def test_a_folder_stands_with_all_its_files(folder):
     assert verdict.problems == []
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert verdict.checked["files"] == len(files) - 1  # all but the provenance, which holds the hashes
+
+
+ADDING = {
+    "report in its place": lambda out: ["report", out],
+    "report of another name": lambda out: ["report", out, "--out", out / "page.html"],
+    "figures in their place": lambda out: ["plot", out, "--out", out / "figures"],
+    "figures in a new folder": lambda out: ["plot", out, "--out", out / "more" / "figures"],
+    "bounds": lambda out: ["bounds", out, "--out", out / "bounds.csv"],
+    "explain": lambda out: ["explain", out, "--out", out / "why.parquet"],
+}
+
+
+@pytest.mark.parametrize("what", ADDING)
+def test_what_a_command_adds_to_a_result_leaves_it_standing(folder, tmp_path, what):
+    out = shutil.copytree(folder, tmp_path / "out")
+    before = {path for path in out.rglob("*") if path.is_file()}
+    invoke(*ADDING[what](out))
+    assert verify(out).problems == []
+    assert what.endswith("place") or {path for path in out.rglob("*") if path.is_file()} > before
 
 
 def test_every_file_that_was_changed_lost_or_added_is_named(folder, tmp_path):
