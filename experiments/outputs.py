@@ -121,8 +121,13 @@ def check_file(path: Path | None, option: str, kinds: Sequence[str], marks: Iter
     if path is None:
         return
     if not path.name.lower().endswith(tuple(kinds)):
-        raise ValueError(f"{option}: expected a file {' or '.join(kinds)}, found {path}")
+        raise ValueError(f"{option}: expected a file {_either(kinds)}, found {path}")
     refuse_other_file(path, [mark.encode() for mark in marks])
+
+
+def _either(kinds: Sequence[str]) -> str:
+    *most, last = kinds
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def check_table(path: Path | None, columns: Iterable[str], option: str = "--out") -> None:

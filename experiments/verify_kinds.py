@@ -210,7 +210,7 @@ KINDS = (
     ),
     Kind("measurements on a card", "bench kernels", MEASURED, _json_with("parts")),
     Kind("capacity on a card", "python -m kvarena.experiments.capacity_card", MEASURED, _json_with("cells", "gpu")),
-    Kind("step times", "python -m kvarena.experiments.engine.calibrate", MEASURED, _json_with("decode_us")),
+    Kind("step times", "python -m kvarena.experiments.engine.calibrate", MEASURED, _json_with("calibrated")),
     Kind(
         "report of the GPU tests",
         "pytest -m gpu",

@@ -157,7 +157,7 @@ def test_a_failing_cell_is_recorded_with_its_traceback_and_stops_nothing(tmp_pat
     assert [cell["state"] for cell in done.cells] == ["finished", "failed", "finished"]
     (failure,) = done.failures.values()
     assert failure["point"] == {"pool": "1 MiB"}
-    assert failure["error"].startswith("ValueError: pool: 1048576 bytes hold no page")
+    assert failure["error"].startswith("PoolTooSmallError: pool: 1048576 bytes hold no page")
     assert "Traceback (most recent call last)" in failure["traceback"]
     assert done.table["sweep.pool"].unique().tolist() == ["600 MiB", "700 MiB"]
     again = sweep(data, tmp_path / "out", jobs=1)
@@ -313,8 +313,8 @@ def test_the_command_says_how_far_it_is_and_what_failed(tmp_path):
     assert process.returncode == 1
     assert out.strip() == f"1 of 2 cells finished: {tmp_path / 'out' / 'sweep.csv'}"
     assert "cell 1 of 2: pool=600 MiB; about" in errors
-    assert "cell 2 of 2: pool=1 MiB: FAILED, ValueError: pool: 1048576 bytes hold no page" in errors
-    assert "failed: {'pool': '1 MiB'}: ValueError" in errors
+    assert "cell 2 of 2: pool=1 MiB: FAILED, PoolTooSmallError: pool: 1048576 bytes hold no page" in errors
+    assert "failed: {'pool': '1 MiB'}: PoolTooSmallError" in errors
     again = start("sweep", config, "--out", tmp_path / "out", "--jobs", 1).communicate(timeout=120)[1]
     assert again.startswith("1 of 2 cells are finished already\ncell 2 of 2: ")
     index = json.loads((tmp_path / "out" / "sweep.json").read_text())

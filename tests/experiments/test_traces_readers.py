@@ -372,6 +372,7 @@ def test_a_line_past_the_limit_is_an_error_and_is_not_held(tmp_path, monkeypatch
 
 def test_a_gzip_bomb_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 1 << 16)
+    monkeypatch.setattr(lines_module, "MAX_BLANK_LINES", 4_000_000)
     path = write(tmp_path / "t.jsonl.gz", "\n" * 4_000_000)
     assert path.stat().st_size < 10_000
     with pytest.raises(ValueError, match=r"expected gzip data that unpacks to at most 200 times"):
