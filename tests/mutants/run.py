@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 LEFT_OUT = (".git", ".venv*", "build", "out", "results", "__pycache__", ".*_cache", ".benchmarks", "*.egg-info", "docs")
 LIMIT_S = 300
+LIMIT_BYTES = 12 * 2**30  # of address space; torch alone takes some 5
 PASSED, FAILED = 0, 1  # exit codes of pytest
 
 
@@ -69,14 +71,20 @@ def faults() -> list[Fault]:
     return found
 
 
+def _limit_memory() -> None:
+    """A fault that asks for memory without end fails its test, and takes no other process with it."""
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
+
+
 def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int | None, str]:
     """Exit code of pytest in `tree` (None: it ran out of time), and the end of what it said."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     try:
         done = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+            preexec_fn=_limit_memory,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return None, f"no end after {LIMIT_S} s"
     lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
