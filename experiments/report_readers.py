@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvarena.experiments.report_pages import Page, Reader
 from kvarena.experiments.tables import Table
+from kvarena.experiments.verify_studies import read_json
 
 if TYPE_CHECKING:
     from kvarena.experiments.results import Result
@@ -25,24 +25,14 @@ def _toml(data: Any) -> str:
     return tomli_w.dumps(data)
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: expected an object, found {type(data).__name__}")
-    return data
-
-
 def _beside(folder: Path) -> dict[str, Any]:
     path = folder / "provenance.json"
-    return _json(path) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
 def _result(folder: Path) -> Page:
     """result.json: a comparison, an engine run, or a capacity or rate study."""
-    kind = _json(folder / "result.json").get("kind")
+    kind = read_json(folder / "result.json").get("kind")
     readers: dict[Any, Reader] = {"capacity": _capacity, "rate": _rate}
     if kind in readers:
         return readers[kind](folder)
@@ -156,7 +146,7 @@ def _resampled(folder: Path) -> Page:
         return figure
 
     caption = "Paired differences of the token hit rate with nominal 95 % intervals, over resamples of the trace."
-    data = _json(folder / "study.json")
+    data = read_json(folder / "study.json")
     return Page(
         f"How sure: {found.trace}",
         [interval_table(found)],
