@@ -16,7 +16,7 @@ import pandas as pd
 from kvarena.allocators.config import Design
 from kvarena.allocators.interface import KVAllocator
 from kvarena.experiments import metrics
-from kvarena.experiments.ceilings import ceilings
+from kvarena.experiments.cells import Measured, about, add_ceilings, ceiling_rate, keyed
 from kvarena.experiments.config import SECTION_OF, Config, config_from_keywords, load_config
 from kvarena.experiments.loading import Workload, load_workloads
 from kvarena.experiments.outputs import as_path
@@ -31,22 +31,11 @@ from kvarena.experiments.specs import AllocatorEntry, allocator_entry
 from kvarena.experiments.traces.outputs import with_outputs
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """The rows of one finished cell."""
-
-    cell: Cell
-    requests: pd.DataFrame
-    steps: pd.DataFrame
-    summary: dict[str, Any]
-    timings: list[dict[str, Any]]
-
-
 @dataclass
 class _Done:
     """The finished cells, and the one that runs: what there is to keep at any moment."""
 
-    cells: list[_Measured] = field(default_factory=list)
+    cells: list[Measured[Cell]] = field(default_factory=list)
     flying: tuple[Cell, Replay] | None = None
 
 
@@ -160,14 +149,11 @@ def _keys(cell: Cell) -> dict[str, Any]:
     return {"seed": cell.workload.seed, "pool_bytes": cell.pool_bytes, "allocator": cell.entry.name}
 
 
-def _measured(cell: Cell, lane: Lane, config: Config, lower: Lane | None) -> _Measured:
+def _measured(cell: Cell, lane: Lane, config: Config, lower: Lane | None) -> Measured[Cell]:
     keys = _keys(cell)
     size, pages = cell.entry.page_size, cell.budget.num_pages
     requests = pd.DataFrame([asdict(row) for row in lane.requests])
-    reuse, lengths = cell.workload.reuse, requests["num_prompt_tokens"]
-    requests["prefix_tokens"] = reuse.prefix_tokens
-    requests["source"] = reuse.source
-    requests["ceiling_tokens"] = ceilings(reuse, lengths, cell.entry.hit_grain, cell.entry.last_token_rule)
+    add_ceilings(requests, cell.workload.reuse, cell.entry)
     if lower is not None:
         requests["hit_tokens_unreachable"] = [row.hit_tokens for row in lower.requests]
     token_bytes = config.pool.shape.bytes_per_token * cell.workload.tokens_per_id
@@ -177,33 +163,19 @@ def _measured(cell: Cell, lane: Lane, config: Config, lower: Lane | None) -> _Me
         "page_size": size,
         "num_pages": pages,
         "requests": len(lane.requests),
-        **_rate_ceiling(cell, requests),
+        "token_hit_rate_ceiling": ceiling_rate(requests, cell.entry),
         **metrics.summarise_requests(lane.requests),
         **({} if lower is None else _unreachable(lower)),
         **metrics.summarise_steps(lane.steps, pages, size, token_bytes),
     }
-    steps = _keyed(keys, pd.DataFrame([asdict(row) for row in lane.steps]))
+    steps = keyed(keys, pd.DataFrame([asdict(row) for row in lane.steps]))
     timings = [{**keys, **row} for row in metrics.summarise_times(lane.nanoseconds)]
-    return _Measured(cell, _keyed(keys, requests), steps, summary, timings)
+    return Measured(cell, keyed(keys, requests), steps, summary, timings)
 
 
 def _unreachable(lane: Lane) -> dict[str, float | None]:
     found = metrics.summarise_requests(lane.requests)
     return {f"{name}_unreachable": found[name] for name in ("token_hit_rate", "token_hit_rate_last_half")}
-
-
-def _rate_ceiling(cell: Cell, requests: pd.DataFrame) -> dict[str, float | None]:
-    if not cell.entry.shares_prefixes:
-        return {"token_hit_rate_ceiling": None}
-    admitted = requests[requests["admitted"]]
-    rate = metrics.ratio(int(admitted["ceiling_tokens"].sum()), int(admitted["num_prompt_tokens"].sum()))
-    return {"token_hit_rate_ceiling": rate}
-
-
-def _keyed(keys: dict[str, Any], frame: pd.DataFrame) -> pd.DataFrame:
-    for place, (name, value) in enumerate(keys.items()):
-        frame.insert(place, name, value)
-    return frame
 
 
 def _result(
@@ -255,7 +227,7 @@ def _interrupted(
     flying = pd.DataFrame()
     if missing and done.flying is not None and done.flying[0] is cells[len(finished)]:
         cell, replay = done.flying
-        flying = _keyed(_keys(cell), pd.DataFrame([asdict(row) for row in replay.ended()]))
+        flying = keyed(_keys(cell), pd.DataFrame([asdict(row) for row in replay.ended()]))
     result = None
     if finished:
         result = _tables(config, workloads, finished, done, {"status": "not run", "reason": "interrupted"}, started)
@@ -271,7 +243,7 @@ def _manifest(config: Config, workloads: list[Workload], cells: list[Cell]) -> d
         "kind": "compare",
         "trace": workloads[0].trace.name,
         "visible": asdict(workloads[0].trace.visible),
-        "allocators": [_about(entry) for entry in {cell.entry.name: cell.entry for cell in cells}.values()],
+        "allocators": [about(entry) for entry in {cell.entry.name: cell.entry for cell in cells}.values()],
         "pools": pools,
         "reference_pool": pools[len(pools) // 2],
         "working_set_bytes": {str(w.seed): w.working_set_tokens * token_bytes for w in workloads},
@@ -280,11 +252,6 @@ def _manifest(config: Config, workloads: list[Workload], cells: list[Cell]) -> d
         "budgets": [{"seed": c.workload.seed, "allocator": c.entry.name, **c.budget.lines()} for c in cells],
         "warnings": _warnings(config, workloads),
     }
-
-
-def _about(entry: AllocatorEntry) -> dict[str, Any]:
-    names = ("name", "label", "kind", "page_size", "last_token_rule", "shares_prefixes")
-    return {name: getattr(entry, name) for name in names}
 
 
 def _floats(frame: pd.DataFrame) -> pd.DataFrame:

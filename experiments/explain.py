@@ -22,6 +22,7 @@ from kvarena.experiments.page_names import name_pages
 from kvarena.experiments.replay import Replay, RequestRow
 
 if TYPE_CHECKING:
+    from kvarena.experiments.engine.rows import RequestRow as EngineRow
     from kvarena.experiments.pools import Cell
     from kvarena.experiments.results import Result
     from kvarena.experiments.specs import AllocatorEntry
@@ -185,7 +186,10 @@ def explain_replay(
     replay = Replay(watched, engine.model_copy(update={"steps_every": max(len(requests), 1)}))
     lane = replay.run(_numbered(requests, ledger), tick)
     spans = [_spans_of(row, ledger) for row in lane.requests]
-    rows = [_row(row, own, requests) for row, own in zip(lane.requests, spans, strict=True)]
+    rows = [
+        reasons_row(row, row.num_prompt_tokens, row.hit_tokens, own, requests)
+        for row, own in zip(lane.requests, spans, strict=True)
+    ]
     return Explanation(entry, requests, pd.DataFrame(rows), spans)
 
 
@@ -198,19 +202,28 @@ def _numbered(requests: Iterable[Request], ledger: Ledger) -> Iterator[Request]:
 def _spans_of(row: RequestRow, ledger: Ledger) -> list[Span]:
     if not row.admitted:
         return [Span(0, row.num_prompt_tokens, "refused")]
-    at = row.hit_tokens
-    for span in ledger.spans[row.index]:
+    spans, hit = ledger.spans[row.index], ledger.hits[row.index]
+    if hit != row.hit_tokens:
+        raise AllocatorError(f"request {row.request_id}: hit {row.hit_tokens} tokens, the ledger saw {hit}")
+    check_cover(row.request_id, row.hit_tokens, row.num_prompt_tokens, spans)
+    return spans
+
+
+def check_cover(request_id: str, start: int, end: int, spans: Iterable[Span]) -> None:
+    """Raise AllocatorError unless the spans have each token of [start, end) exactly once, in order."""
+    at = start
+    for span in spans:
         if span.start != at:
-            raise AllocatorError(
-                f"request {row.request_id}: token {at} has no reason, or two: {ledger.spans[row.index]}"
-            )
+            raise AllocatorError(f"request {request_id}: token {at} has no reason, or two: {spans}")
         at = span.end
-    if at != row.num_prompt_tokens or ledger.hits[row.index] != row.hit_tokens:
-        raise AllocatorError(f"request {row.request_id}: reasons up to token {at} of {row.num_prompt_tokens}")
-    return ledger.spans[row.index]
+    if at != end:
+        raise AllocatorError(f"request {request_id}: reasons up to token {at} of {end}")
 
 
-def _row(row: RequestRow, spans: list[Span], requests: Sequence[Request]) -> dict[str, Any]:
+def reasons_row(
+    row: RequestRow | EngineRow, num_tokens: int, hit_tokens: int, spans: Iterable[Span], requests: Sequence[Request]
+) -> dict[str, Any]:
+    """A row of `Explanation.table`, of an admission that needed `num_tokens` and was served `hit_tokens`."""
     counts, evictors = Counter[str](), Counter[int]()
     for span in spans:
         counts[span.reason] += span.end - span.start
@@ -220,9 +233,9 @@ def _row(row: RequestRow, spans: list[Span], requests: Sequence[Request]) -> dic
     return {
         "index": row.index,
         "request_id": row.request_id,
-        "num_prompt_tokens": row.num_prompt_tokens,
+        "num_prompt_tokens": num_tokens,
         "admitted": row.admitted,
-        "hit_tokens": row.hit_tokens,
+        "hit_tokens": hit_tokens,
         **{reason: counts[reason] for reason in REASONS},
         "evicted_by": requests[worst[0][0]].request_id if worst else "",
     }

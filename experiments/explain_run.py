@@ -8,7 +8,6 @@ finds when it is admitted again after a preemption stands apart, since it finds 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -18,12 +17,12 @@ import pandas as pd
 from kvarena.allocators.interface import AllocatorError, KVAllocator
 from kvarena.allocators.interface import Sequence as KVSequence
 from kvarena.experiments.ceilings import PrefixTree
-from kvarena.experiments.ledger import NOBODY, REASONS, Ledger, Span, WatchedAllocator, _space, _tokens
+from kvarena.experiments.explain import Explanation, check_cover, reasons_row
+from kvarena.experiments.ledger import Ledger, Span, WatchedAllocator, space_of, tokens_of
 from kvarena.experiments.page_names import PageNames, name_pages
 
 if TYPE_CHECKING:
     from kvarena.experiments.engine.simulate import RequestRow
-    from kvarena.experiments.explain import Explanation
     from kvarena.experiments.results import Result
     from kvarena.experiments.specs import AllocatorEntry
     from kvarena.experiments.traces.base import Request
@@ -73,10 +72,10 @@ class RunLedger(Ledger):
             self.write(seq, seq.num_computed_tokens + n)
 
     def _admitted(self, seq: KVSequence, found: Admission) -> None:
-        number, ids = self._number_of[seq.request_id], _tokens(seq)
-        begun, source = self._begun.known(ids, _space(seq))
+        number, ids = self._number_of[seq.request_id], tokens_of(seq)
+        begun, source = self._begun.known(ids, space_of(seq))
         found.spans = [part for span in found.spans for part in _split(span, begun, source)]
-        self._begun.add(ids, number, _space(seq))
+        self._begun.add(ids, number, space_of(seq))
         self.admissions[number].append(found)
         if self._tick is not None and len(self.admissions[number]) == 1:
             self._tick()
@@ -153,8 +152,6 @@ def _explanation(
     requests: Sequence[Request],
     ledger: RunLedger,
 ) -> Explanation:
-    from kvarena.experiments.explain import Explanation
-
     name, pool, seed = chosen
     _check_against(result, chosen, rows)
     ran = [replace(request, arrival_s=row.arrival_s) for request, row in zip(requests, rows, strict=True)]
@@ -162,8 +159,11 @@ def _explanation(
     for row in rows:
         first, later = _told(row, ledger.admissions[row.index])
         spans.append(first.spans)
-        firsts.append(_row(row, first, ran, row.admitted))
-        again += [{**_row(row, one, ran, True), "admission": place} for place, one in enumerate(later, 2)]
+        firsts.append(reasons_row(row, first.num_tokens, first.hit_tokens, first.spans, ran))
+        again += [
+            {**reasons_row(row, one.num_tokens, one.hit_tokens, one.spans, ran), "admission": place}
+            for place, one in enumerate(later, 2)
+        ]
     keys: dict[str, Any] = {"seed": seed, "pool_bytes": pool, "allocator": name}
     table, readmitted = (pd.DataFrame(part).assign(**keys) for part in (firsts, again))
     columns = [*keys, *firsts[0]] if firsts else list(keys)
@@ -189,13 +189,7 @@ def _told(row: RequestRow, admissions: list[Admission]) -> tuple[Admission, list
     if stated[:2] != seen[:2] or (stated != seen and not row.swapped_tokens):
         raise AllocatorError(f"request {row.request_id}: admissions and hits {stated}, the ledger saw {hits}")
     for one in admissions:
-        at = one.hit_tokens
-        for span in one.spans:
-            if span.start != at:
-                raise AllocatorError(f"request {row.request_id}: token {at} has no reason, or two: {one.spans}")
-            at = span.end
-        if at != one.num_tokens:
-            raise AllocatorError(f"request {row.request_id}: reasons up to token {at} of {one.num_tokens}")
+        check_cover(row.request_id, one.hit_tokens, one.num_tokens, one.spans)
     first = replace(admissions[0], spans=_from_host(admissions[0], row.host_hit_tokens))
     return first, admissions[1:]
 
@@ -207,24 +201,6 @@ def _from_host(one: Admission, tokens: int) -> list[Span]:
         return one.spans
     rest = [replace(span, start=max(span.start, end)) for span in one.spans if span.end > end]
     return [Span(one.hit_tokens, end, "host"), *rest]
-
-
-def _row(row: RequestRow, one: Admission, requests: Sequence[Request], admitted: bool) -> dict[str, Any]:
-    counts, evictors = Counter[str](), Counter[int]()
-    for span in one.spans:
-        counts[span.reason] += span.end - span.start
-        if span.by != NOBODY:
-            evictors[span.by] += span.end - span.start
-    worst = evictors.most_common(1)
-    return {
-        "index": row.index,
-        "request_id": row.request_id,
-        "num_prompt_tokens": one.num_tokens,
-        "admitted": admitted,
-        "hit_tokens": one.hit_tokens,
-        **{reason: counts[reason] for reason in REASONS},
-        "evicted_by": requests[worst[0][0]].request_id if worst else "",
-    }
 
 
 def _check_against(result: Result, chosen: tuple[str, int, int], rows: Sequence[RequestRow]) -> None:

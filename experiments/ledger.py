@@ -125,8 +125,8 @@ class Ledger:
 
     def _flush(self) -> None:
         for seq, count in self._written.values():
-            ids, number = _tokens(seq)[:count], self._numbers[seq.request_id]
-            self._own.add(ids, number, _space(seq))
+            ids, number = tokens_of(seq)[:count], self._numbers[seq.request_id]
+            self._own.add(ids, number, space_of(seq))
             if self._all is not self._own:
                 self._all.add(ids, number)
         self._written.clear()
@@ -168,8 +168,8 @@ class Ledger:
 
     def _reasons(self, seq: Sequence, hit: int) -> Iterator[Span]:
         """Spans from the end of the hit to the end of the prompt, without gap or overlap."""
-        ids, size, end = _tokens(seq), self.page_size, seq.num_tokens
-        known, source = self._own.known(ids, _space(seq))
+        ids, size, end = tokens_of(seq), self.page_size, seq.num_tokens
+        known, source = self._own.known(ids, space_of(seq))
         anywhere, elsewhere = (known, source) if self._all is self._own else self._all.known(ids)
         usable = min(known, end - self.last_token_rule)
         whole = max(usable // size * size, hit)
@@ -230,11 +230,11 @@ def _span(start: int, end: int, reason: str, source: int) -> Iterator[Span]:
         yield Span(start, end, reason, source=source)
 
 
-def _tokens(seq: Sequence) -> NDArray[np.int32]:
+def tokens_of(seq: Sequence) -> NDArray[np.int32]:
     return np.frombuffer(seq.token_ids.tobytes(), np.int32)
 
 
-def _space(seq: Sequence) -> Any:
+def space_of(seq: Sequence) -> Any:
     return None if seq.namespace is None else encode(seq.namespace)
 
 

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from array import array
 
+    from kvarena.allocators.interface import KVAllocator
+    from kvarena.experiments.engine import rows as engine_rows
     from kvarena.experiments.replay import RequestRow, StepRow
 
 
@@ -141,8 +143,8 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(rank, len(ordered)) - 1]
 
 
-def count_hits(rows: Iterable[RequestRow]) -> HitCounter:
-    """The counter over the admitted requests of a lane, each row one request."""
+def count_hits(rows: Iterable[RequestRow] | Iterable[engine_rows.RequestRow]) -> HitCounter:
+    """The counter over the admitted requests, each row one: its first admission alone."""
     counter = HitCounter()
     for row in rows:
         if row.admitted:
@@ -169,8 +171,23 @@ def summarise_requests(rows: Sequence[RequestRow]) -> dict[str, float | int | No
     }
 
 
+def pool_fields(allocator: KVAllocator, lengths: Sequence[int]) -> dict[str, int]:
+    """The fields of a step's row that say how the pool stands. `lengths`: tokens with KV of each live request."""
+    capacity, size = allocator.capacity(), allocator.page_size
+    return {
+        "free": capacity.free,
+        "evictable": capacity.evictable,
+        "in_use": capacity.in_use,
+        "shared": capacity.shared,
+        "duplicates": capacity.duplicates,
+        "wasted_slots": capacity.wasted_slots,
+        "tail_slots": sum(-n % size for n in lengths),
+        "live_tokens": sum(lengths),
+    }
+
+
 def summarise_steps(
-    rows: Sequence[StepRow], num_pages: int, page_size: int, token_bytes: int
+    rows: Sequence[StepRow] | Sequence[engine_rows.StepRow], num_pages: int, page_size: int, token_bytes: int
 ) -> dict[str, float | int | None]:
     """The pool columns of a summary row: means over the recorded steps, waste in bytes."""
     page_bytes = page_size * token_bytes

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvarena.allocators.interface import KVAllocator, Pin, Release, Sequence
+from kvarena.experiments.metrics import pool_fields
 
 if TYPE_CHECKING:
     from kvarena.experiments.config import EngineConfig
@@ -329,22 +330,13 @@ class Replay:
         )
 
     def _record_step(self, index: int, request: Request) -> None:
-        capacity = self.allocator.capacity()
-        size = self.allocator.page_size
         lengths = [live.seq.num_computed_tokens for live in self._live.values()]
         self.lane.steps.append(
             StepRow(
                 step=index,
                 request_id=request.request_id,
                 live=len(lengths),
-                free=capacity.free,
-                evictable=capacity.evictable,
-                in_use=capacity.in_use,
-                shared=capacity.shared,
-                duplicates=capacity.duplicates,
-                wasted_slots=capacity.wasted_slots,
-                tail_slots=sum(-n % size for n in lengths),
-                live_tokens=sum(lengths),
+                **pool_fields(self.allocator, lengths),
                 evicted_pages=self._evicted - self._evicted_before,
                 external_fragmentation=self._external_fragmentation(),
             )

@@ -22,6 +22,7 @@ from kvarena.experiments.engine.executors import UnnamedOutputs
 from kvarena.experiments.engine.latency import Latencies, Limits, TokenTimes
 from kvarena.experiments.engine.metered import MeteredAllocator
 from kvarena.experiments.engine.rows import Record, RequestRow, StepRow, request_row
+from kvarena.experiments.metrics import pool_fields
 
 if TYPE_CHECKING:
     from kvarena.experiments.traces.base import Request
@@ -239,9 +240,7 @@ class FixedReplay:
         out.num_steps += 1
         if (out.num_steps - 1) % self.steps_every:
             return
-        capacity, size = self.allocator.capacity(), self.allocator.page_size
         lengths = [live.seq.num_computed_tokens or live.seq.num_prompt_tokens for live in self._live.values()]
-        tails = sum(-n % size for n in lengths)
         evicted = self.allocator.evicted_pages
         out.steps.append(
             StepRow(
@@ -256,14 +255,7 @@ class FixedReplay:
                 waiting=0,
                 gpu_ms=0.0,
                 host_ms=0.0,
-                free=capacity.free,
-                evictable=capacity.evictable,
-                in_use=capacity.in_use,
-                shared=capacity.shared,
-                duplicates=capacity.duplicates,
-                wasted_slots=capacity.wasted_slots,
-                tail_slots=tails,
-                live_tokens=sum(lengths),
+                **pool_fields(self.allocator, lengths),
                 evicted_pages=evicted - self._evicted_before,
             )
         )

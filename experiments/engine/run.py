@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from kvarena.allocators.interface import KVAllocator
+from kvarena.experiments import metrics
 from kvarena.experiments.budget import Budget, Tables, fit_pool
 from kvarena.experiments.config import Config, ConfigError, config_from_mapping
 from kvarena.experiments.engine.arrivals import Arrivals
@@ -17,7 +18,7 @@ from kvarena.experiments.engine.fixed_clock import FixedReplay, Moments, read_sc
 from kvarena.experiments.engine.latency import Limits
 from kvarena.experiments.engine.metered import MeteredAllocator
 from kvarena.experiments.engine.run_config import RunConfig, RunEngineConfig
-from kvarena.experiments.engine.run_tables import Done, RunCell, count_hits, interrupted, measured, tables
+from kvarena.experiments.engine.run_tables import Done, RunCell, interrupted, measured, tables
 from kvarena.experiments.engine.simulate import MakeExecutor, Record, RunOptions, Simulation
 from kvarena.experiments.engine.step_time import HOST, GpuTimes, StepTimeModel, compute_of, load_gpu_times, table_of
 from kvarena.experiments.loading import Workload, load_workloads
@@ -125,7 +126,7 @@ def fixed_columns(record: Record) -> dict[str, float | int | None]:
     """What the fixed clock says, for a summary row of the feedback clock."""
     rows = record.requests
     return {
-        "fixed_token_hit_rate": count_hits(rows).token_hit_rate,
+        "fixed_token_hit_rate": metrics.count_hits(rows).token_hit_rate,
         "fixed_left_out": sum(row.end == "rejected" for row in rows),
         "fixed_cut": sum(row.end == "pool" for row in rows),
     }

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 from kvarena.experiments import metrics
 from kvarena.experiments.budget import Budget
-from kvarena.experiments.ceilings import ceilings
+from kvarena.experiments.cells import Measured, about, add_ceilings, ceiling_rate, keyed
 from kvarena.experiments.engine.latency import Limits
 from kvarena.experiments.engine.metered import MeteredAllocator
 from kvarena.experiments.engine.run_config import RunConfig
@@ -33,23 +33,11 @@ class RunCell:
     budget: Budget
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The rows of one finished cell."""
-
-    cell: RunCell
-    requests: pd.DataFrame
-    steps: pd.DataFrame
-    summary: dict[str, Any]
-    timings: list[dict[str, Any]]
-    warnings: list[str]
-
-
 @dataclass
 class Done:
     """The finished cells, and the record of the one that runs: what there is to keep at any moment."""
 
-    cells: list[Measured] = field(default_factory=list)
+    cells: list[Measured[RunCell]] = field(default_factory=list)
     flying: tuple[RunCell, Record] | None = None
 
 
@@ -59,18 +47,16 @@ def keys_of(cell: RunCell, entry: AllocatorEntry) -> dict[str, Any]:
 
 def measured(
     config: RunConfig, entry: AllocatorEntry, cell: RunCell, allocator: MeteredAllocator, record: Record
-) -> Measured:
+) -> Measured[RunCell]:
     keys = keys_of(cell, entry)
     requests = _with_latency(pd.DataFrame([asdict(row) for row in record.requests]))
-    reuse = cell.workload.reuse
-    requests["prefix_tokens"], requests["source"] = reuse.prefix_tokens, reuse.source
-    requests["ceiling_tokens"] = ceilings(reuse, requests["num_prompt_tokens"], entry.hit_grain, entry.last_token_rule)
+    add_ceilings(requests, cell.workload.reuse, entry)
     summary = {**keys, **summarise(config, entry, cell, allocator, record, requests)}
     times = {**allocator.nanoseconds, "step": record.step_ns, "adapter": record.adapter_ns}
     return Measured(
         cell,
-        _keyed(keys, requests),
-        _keyed(keys, pd.DataFrame([asdict(row) for row in record.steps])),
+        keyed(keys, requests),
+        keyed(keys, pd.DataFrame([asdict(row) for row in record.steps])),
         summary,
         [{**keys, **row} for row in metrics.summarise_times(times)],
         _cell_warnings(record.requests),
@@ -115,7 +101,7 @@ def interrupted(
     if len(finished) < len(cells) and done.flying is not None and done.flying[0] is cells[len(finished)]:
         cell, record = done.flying
         rows = pd.DataFrame([asdict(row) for row in sorted(record.requests, key=lambda row: row.index)])
-        flying = _keyed(keys_of(cell, entry), _with_latency(rows)) if len(rows) else rows
+        flying = keyed(keys_of(cell, entry), _with_latency(rows)) if len(rows) else rows
     result = tables(config, entry, finished, gpu, done, started) if finished else None
     count = len(finished)
     return keep_cells(out, "run", result, config.resolved(), names[:count], names[count:] or ["the tables"], flying)
@@ -131,11 +117,10 @@ def summarise(
 ) -> dict[str, Any]:
     """One summary row. Conservation: requests = served + rejected; hit rates over first admissions only."""
     rows, size, pages = record.requests, entry.page_size, cell.budget.num_pages
-    whole, half = count_hits(rows), count_hits([row for row in rows if row.index >= len(rows) // 2])
+    whole, half = metrics.count_hits(rows), metrics.count_hits(row for row in rows if row.index >= len(rows) // 2)
     served = [row for row in rows if row.end != "rejected"]
     span = record.duration_s - min((row.arrival_s for row in rows), default=0.0)
     clocked = 0.0 if config.engine.clock == "fixed" else span  # events of a fixed clock take no time: no shares of it
-    admitted = requests[requests["admitted"]]
     token_bytes = config.pool.shape.bytes_per_token * cell.workload.tokens_per_id
     return {
         "label": entry.label,
@@ -143,11 +128,7 @@ def summarise(
         "page_size": size,
         "num_pages": pages,
         "requests": len(rows),
-        "token_hit_rate_ceiling": metrics.ratio(
-            int(admitted["ceiling_tokens"].sum()), int(admitted["num_prompt_tokens"].sum())
-        )
-        if entry.shares_prefixes
-        else None,
+        "token_hit_rate_ceiling": ceiling_rate(requests, entry),
         "token_hit_rate": whole.token_hit_rate,
         "token_hit_rate_last_half": half.token_hit_rate,
         "request_hit_rate": whole.request_hit_rate,
@@ -178,17 +159,8 @@ def summarise(
         "host_share": metrics.ratio(record.host_s, clocked),
         "prefill_share": metrics.ratio(record.prefill_s, clocked),
         **record.latencies.summary(span),
-        **metrics.summarise_steps(record.steps, pages, size, token_bytes),  # type: ignore[arg-type]  # same fields
+        **metrics.summarise_steps(record.steps, pages, size, token_bytes),
     }
-
-
-def count_hits(rows: list[RequestRow]) -> metrics.HitCounter:
-    """First admissions alone: what a request finds of itself after a preemption is no reuse."""
-    counter = metrics.HitCounter()
-    for row in rows:
-        if row.admitted:
-            counter.admitted(str(row.index), row.num_prompt_tokens, row.hit_tokens)
-    return counter
 
 
 def _with_latency(requests: pd.DataFrame) -> pd.DataFrame:
@@ -200,12 +172,6 @@ def _with_latency(requests: pd.DataFrame) -> pd.DataFrame:
     requests["tpot_ms"] = (1e3 * (last - first) / gaps).where(served)
     requests["e2el_ms"] = (1e3 * (last - requests["arrival_s"])).where(served)
     return requests
-
-
-def _keyed(keys: dict[str, Any], frame: pd.DataFrame) -> pd.DataFrame:
-    for place, (name, value) in enumerate(keys.items()):
-        frame.insert(place, name, value)
-    return frame
 
 
 def _cell_warnings(rows: list[RequestRow]) -> list[str]:
@@ -240,16 +206,7 @@ def _manifest(
         "policy": {"name": engine.scheduler, "label": POLICY_LABELS[engine.scheduler]},
         "step_times": asdict(gpu),
         "goodput_limits": Limits(engine.ttft_ms, engine.tpot_ms, engine.e2el_ms).text(),
-        "allocators": [
-            {
-                "name": entry.name,
-                "label": entry.label,
-                "kind": entry.kind,
-                "page_size": entry.page_size,
-                "last_token_rule": entry.last_token_rule,
-                "shares_prefixes": entry.shares_prefixes,
-            }
-        ],
+        "allocators": [about(entry)],
         "pools": pools,
         "reference_pool": pools[len(pools) // 2],
         "working_set_bytes": {str(w.seed): w.working_set_tokens * shape.bytes_per_token for w in workloads},

@@ -26,6 +26,7 @@ from kvarena.experiments.engine.rows import StepRow as StepRow
 from kvarena.experiments.engine.rows import request_row
 from kvarena.experiments.engine.scheduler import Scheduled, SchedulerConfig, StepPlan
 from kvarena.experiments.engine.step_time import StepTimeModel
+from kvarena.experiments.metrics import pool_fields
 
 MakeExecutor = Callable[[KVAllocator, HiddenOutputs, SchedulerConfig], Executor]
 BEAM_GAP_NATS = 2.0  # between the log-probabilities of neighbouring ranks, on average
@@ -335,7 +336,6 @@ class Simulation:
             self.scheduler.cache.check()
 
     def _step_row(self, plan: StepPlan, tokens: int, host: float, gpu: float) -> StepRow:
-        capacity, size = self.allocator.capacity(), self.allocator.page_size
         lengths = [request.num_computed for request in self.scheduler.running_requests]
         return StepRow(
             step=self.record.num_steps - 1,
@@ -349,14 +349,7 @@ class Simulation:
             waiting=len(self.scheduler.waiting),
             gpu_ms=1e3 * gpu,
             host_ms=1e3 * host,
-            free=capacity.free,
-            evictable=capacity.evictable,
-            in_use=capacity.in_use,
-            shared=capacity.shared,
-            duplicates=capacity.duplicates,
-            wasted_slots=capacity.wasted_slots,
-            tail_slots=sum(-n % size for n in lengths),
-            live_tokens=sum(lengths),
+            **pool_fields(self.allocator, lengths),
             evicted_pages=self.allocator.evicted_pages - self._evicted_before,
         )
 
