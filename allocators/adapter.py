@@ -150,7 +150,7 @@ class _TableAdapter:
     def update_step(self, step: StepReservation) -> None:
         """Note what a decode batch's step reserved; its sequences have rows. Costs a few array operations."""
         if step.one_page_each:
-            self.host.append_each(step.seqs, step.members, step.page_ids)
+            self.host.append_each(self.host.rows_of(step.seqs), step.seqs, step.members, step.page_ids)
         else:
             self.update_all(step.reservations())
 
@@ -189,9 +189,30 @@ class _TableAdapter:
         size, tokens = self._padded_shape(len(seqs), num_tokens, pad_requests, pad_tokens)
         buffer, packing = self._upload.host_buffer(), self._packing
         packed = packing.pack_decode(buffer, seqs) if decode else packing.pack(buffer, seqs, num_new_tokens)
-        self._send(buffer, packed, len(seqs), tokens)
+        return self._finish(buffer, packed, len(seqs), size, tokens)
+
+    def decode(self, step: StepReservation, *, pad_requests: int | None = None, pad_tokens: int | None = None) -> Batch:
+        """`update_step` and `batch` of a decode batch's step in one: each member computes one token.
+
+        Where the batch keeps its members' lengths as a column, no member is looked at: a few array operations, a copy,
+        one launch, whatever the number of members. Raises ValueError as both do.
+        """
+        seqs, computed = step.seqs, step.computed
+        if computed is None or not seqs or not step.one_page_each:
+            self.update_step(step)
+            return self.batch(seqs, [1] * len(seqs), pad_requests=pad_requests, pad_tokens=pad_tokens)
+        count = len(seqs)
+        size, tokens = self._padded_shape(count, count, pad_requests, pad_tokens)
+        rows = self.host.rows_of(seqs)
+        self.host.append_each(rows, seqs, step.members, step.page_ids)
+        buffer = self._upload.host_buffer()
+        packed = self._packing.pack_column(buffer, seqs, rows, computed)
+        return self._finish(buffer, packed, count, size, tokens)
+
+    def _finish(self, buffer: NDArray[np.int32], packed: Packed, count: int, size: int, tokens: int) -> Batch:
+        self._send(buffer, packed, count, tokens)
         views = self._views.get((size, tokens)) or self._make_views(size, tokens)
-        return Batch(*views, len(seqs), packed.num_tokens, packed.longest_query, packed.longest)
+        return Batch(*views, count, packed.num_tokens, packed.longest_query, packed.longest)
 
     def _padded_shape(
         self, requests: int, tokens: int, pad_requests: int | None, pad_tokens: int | None
@@ -324,6 +345,7 @@ class _Upload:
         self._events = [torch.cuda.Event() for _ in range(2)] if pinned else []
         self._arrays = [host.numpy() for host in self._hosts]
         self._pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # device and host views of the usual copies
+        self._capacity = capacity
         self._turn = 0
 
     def host_buffer(self) -> NDArray[np.int32]:
@@ -335,7 +357,7 @@ class _Upload:
 
     def send(self, count: int) -> None:
         """Copy the first `count` integers, and some behind them."""
-        turn, count = self._turn, min(-(-count // 256) * 256, len(self.device_buffer))
+        turn, count = self._turn, min(-(-count // 256) * 256, self._capacity)
         pair = self._pairs.get((turn, count))
         if pair is None:
             pair = self._pairs[turn, count] = self.device_buffer[:count], self._hosts[turn][:count]

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import numpy as np
 from kvarena.allocators.decode_batch import DecodeBatch, StepReservation
 from kvarena.allocators.interface import Sequence
 
@@ -37,6 +38,7 @@ class BlockDecodeBatch(DecodeBatch):
 
     def _bind(self) -> None:
         self._rows = [self.allocator.bind(seq, self) for seq in self.seqs]
+        self._computed = np.array([seq.num_computed_tokens for seq in self.seqs], dtype=np.intp)
         self._step = 0
         self._due: defaultdict[int, list[int]] = defaultdict(list)
         self._await(range(len(self.seqs)))
@@ -58,7 +60,7 @@ class BlockDecodeBatch(DecodeBatch):
             self._bind()
         due = sorted(self._due.get(self._step, ()))
         if not due:
-            return StepReservation(self.seqs, (), array("i"))
+            return StepReservation(self.seqs, (), array("i"), computed=self._computed)
         served, early = (due, []) if self.allocator.has_open_pages else self._sorted_by_work(due)
         answers = self.allocator.reserve_decodes([self._rows[member] for member in served]) if served else []
         if answers is None:
@@ -66,7 +68,7 @@ class BlockDecodeBatch(DecodeBatch):
         self._due[self._step] = early
         self._await(served)
         self._is_served = True
-        return StepReservation.of(self.seqs, dict(zip(served, answers, strict=True)))
+        return StepReservation.of(self.seqs, dict(zip(served, answers, strict=True)), self._computed)
 
     def _sorted_by_work(self, due: list[int]) -> tuple[list[int], list[int]]:
         """Members for which a reserve of one token takes or publishes a page, and those whose last token is not
@@ -89,10 +91,12 @@ class BlockDecodeBatch(DecodeBatch):
         due = self._due.get(self._step)
         if (due and not self._is_served) or self._runs_ahead or self.allocator.has_open_pages:
             super().commit()
+            self._computed += 1
             return
         for row in self._rows:
             seq = row.seq
             row.committed = seq.num_computed_tokens = seq.num_computed_tokens + 1
+        self._computed += 1
         self.allocator.count_written(len(self._rows))
         self._next_step()
 

@@ -16,15 +16,21 @@ from array import array
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvarena.allocators.interface import KVAllocator, PageIds, Reservation, Sequence
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(slots=True)
 class StepReservation:
     """New pages of one step: `page_ids[i]` went to the member at `members[i]`, ascending; others had room.
 
-    `answers` are whole reservations of members, where pages and evictions do not say everything.
+    `answers` are whole reservations of members, where pages and evictions do not say everything. `computed` [B] are the
+    members' `num_computed_tokens` where the batch keeps them as a column, which its next `commit` raises in place.
     """
 
     seqs: list[Sequence]
@@ -32,16 +38,19 @@ class StepReservation:
     page_ids: array[int]
     evicted: PageIds = ()
     answers: Mapping[int, Reservation] = field(default_factory=dict)
+    computed: NDArray[np.intp] | None = None
 
     @classmethod
-    def of(cls, seqs: list[Sequence], answers: Mapping[int, Reservation]) -> StepReservation:
+    def of(
+        cls, seqs: list[Sequence], answers: Mapping[int, Reservation], computed: NDArray[np.intp] | None = None
+    ) -> StepReservation:
         """A step in which the members of `answers`, ascending, were served so."""
         page_ids, evicted = array("i"), array("i")
         for answer in answers.values():
             page_ids += answer.page_ids
             evicted.extend(answer.evicted)
         members = [member for member, answer in answers.items() if answer.page_ids]
-        return cls(seqs, members, page_ids, evicted, answers)
+        return cls(seqs, members, page_ids, evicted, answers, computed)
 
     @property
     def one_page_each(self) -> bool:
@@ -49,7 +58,9 @@ class StepReservation:
         several pages."""
         if len(self.members) != len(self.page_ids):
             return False
-        return not any(answer.moves or answer.rewritten != (0, 0) for answer in self.answers.values())
+        return not self.answers or not any(
+            answer.moves or answer.rewritten != (0, 0) for answer in self.answers.values()
+        )
 
     def reservations(self) -> list[Reservation]:
         """The same as the list form gives it, one for each member. O(B)."""

@@ -41,7 +41,7 @@ class TokenDecodeBatch(DecodeBatch):
         rows = [allocator.bind(seq, self) for seq in self.seqs]
         self._page_ids = [row.page_ids for row in rows]
         self._columns: list[array[int]] = []  # a page for every row each, not in the rows yet
-        self._computed = np.array([seq.num_computed_tokens for seq in self.seqs], dtype=np.int64)
+        self._computed = np.array([seq.num_computed_tokens for seq in self.seqs], dtype=np.intp)
         self._slots = np.array([len(row.page_ids) * allocator.page_size for row in rows], dtype=np.int64)
         self.stale = False
 
@@ -67,7 +67,7 @@ class TokenDecodeBatch(DecodeBatch):
             self.write_rows()
             for member, page in zip(members, page_ids, strict=True):
                 self._page_ids[member].append(page)
-        step = StepReservation(self.seqs, members, page_ids, evicted)
+        step = StepReservation(self.seqs, members, page_ids, evicted, computed=self._computed)
         events = self.allocator.events
         if events.enabled:
             for member, page in zip(members, page_ids, strict=True):

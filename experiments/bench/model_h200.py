@@ -9,7 +9,10 @@
     python -m kvarena.experiments.bench.model_h200 --parts decode linear steps capacity --out out/h200    # one GPU
     python -m kvarena.experiments.bench.model_h200 --parts match --out out/h200                           # two GPUs
     python -m kvarena.experiments.bench.model_h200 --merge --out out/h200                                 # model.json
+    python -m kvarena.experiments.bench.model_h200 --parts capacity --out out/h200 --like results/h200/capacity.json \
+        --cells deployed/shared/block-32 equal/shared/token-1                       # these, sized as that file's cells
 
+`--merge` adds the cells of shards to a capacity.json that is there already, or puts them in place of its own.
 Each part is written as soon as it is done. `--device cpu` runs the same code on a tiny model, in a minute or two.
 """
 
@@ -29,11 +32,13 @@ from typing import Any
 import torch
 from kvarena.experiments.bench import model_capacity, model_decode, model_match, model_steps
 from kvarena.experiments.capacity import DESIGNS, PANELS, capacity_plan, small_card
-from kvarena.experiments.capacity_card import write_measured
+from kvarena.experiments.capacity_card import card_plan, read_measured, write_measured
 from kvarena.experiments.capacity_loads import LOADS
+from kvarena.experiments.capacity_sizing import Card
 from kvarena.experiments.engine.paged_memory import KVShape
 from kvarena.experiments.engine.validation import ALLOCATORS as STEP_DESIGNS
 from kvarena.experiments.engine.validation import LOADS as STEP_LOADS
+from kvarena.experiments.provenance import code_version
 
 PARTS = ("decode", "linear", "steps", "capacity", "match")
 MERGED = ("decode", "linear", "match")
@@ -101,12 +106,13 @@ def run_capacity(options: argparse.Namespace) -> dict[str, Any]:
             max_model_len=17_000,
         )
     else:
-        cells = capacity_plan("llama-3-8b", on=card)
+        on = card if options.like is None else _card_of(options.like)
+        cells = card_plan(options.cells, on=on) if options.cells else capacity_plan("llama-3-8b", on=on)
     place = model_capacity.Place(options.device, options.backend)
     found = []
     shard, shards = options.shard
     for row in model_capacity.rows(cells[shard::shards], place):
-        found.append(row)
+        found.append({**row, "commit": code_version()["commit"]})
         print(
             f"{row['panel']}/{row['load']}/{row['design']}: predicted {row['predicted']}, measured {row['measured']}, "
             f"{row['num_pages']} pages, {row['wall_s']} s",
@@ -114,6 +120,12 @@ def run_capacity(options: argparse.Namespace) -> dict[str, Any]:
         )
         _write(options, f"capacity{shard}", {"card": asdict(card), "cells": found})
     return {"card": asdict(card), "cells": found}
+
+
+def _card_of(path: Path) -> Card:
+    """The card that a saved file's cells were sized for, so that more cells get pools of the same bytes."""
+    gpu = read_measured(path)["gpu"]
+    return Card(gpu["name"], gpu["total_bytes"], gpu["weights_bytes"], gpu["workspace_bytes"])
 
 
 def run_match(options: argparse.Namespace) -> dict[str, Any]:
@@ -175,6 +187,7 @@ def provenance(device: str) -> dict[str, Any]:
     card = "CPU" if device == "cpu" else torch.cuda.get_device_name()
     return {
         "card": card,
+        "kvarena": code_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -187,18 +200,24 @@ def merge(folder: Path) -> dict[str, Any]:
     parts = {name: json.loads(path.read_text()) for name in MERGED if (path := folder / f"{name}.json").is_file()}
     shards = [json.loads(path.read_text()) for path in sorted(folder.glob("capacity[0-9]*.json"))]
     if shards:
-        cells = sorted((cell for shard in shards for cell in shard["cells"]), key=_place)
-        gpu = {**shards[0]["provenance"], **shards[0]["card"]}
-        write_measured(folder / "capacity.json", cells, gpu)
+        _merge_capacity(folder / "capacity.json", shards)
     if (path := folder / "steps.json").is_file():
         steps = json.loads(path.read_text())
         about = {name: value for name, value in steps.items() if name != "rows"}
         write_measured(
             folder / "step_cells.json", step_cells(steps["rows"]), {"name": about["provenance"]["card"], **about}
         )
-    if not parts:
+    if not parts and not shards and not path.is_file():
         raise ValueError(f"{folder}: expected {', '.join(f'{name}.json' for name in MERGED)}, found none")
     return {"schema_version": 1, "parts": parts}
+
+
+def _merge_capacity(path: Path, shards: list[dict[str, Any]]) -> None:
+    """Cells of the shards, beside those that the file has and no shard measured again."""
+    saved = read_measured(path) if path.exists() else None
+    cells = {_place(cell): cell for part in [saved, *shards] if part for cell in part["cells"]}
+    gpu = saved["gpu"] if saved else {**shards[0]["provenance"], **shards[0]["card"]}
+    write_measured(path, [cells[place] for place in sorted(cells)], gpu)
 
 
 def step_cells(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -250,6 +269,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1, help="rounds of the validation workloads")
     parser.add_argument("--eager", action="store_true", help="one more round, each step launched kernel by kernel")
     parser.add_argument("--shard", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="of the capacity cells")
+    parser.add_argument("--cells", nargs="+", metavar="PANEL/LOAD/DESIGN", help="capacity: these; default all")
+    parser.add_argument("--like", type=Path, metavar="FILE", help="capacity: sized for the card of a saved file")
     parser.add_argument("--merge", action="store_true", help="join the parts in --out into model.json, run nothing")
     options = parser.parse_args(arguments)
     if not 0 <= options.shard[0] < options.shard[1]:
@@ -267,7 +288,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.merge:
         if options.out is None:
             raise ValueError("--merge: expected --out with a folder of parts")
-        (options.out / "model.json").write_text(json.dumps(merge(options.out), indent=1) + "\n")
+        merged = merge(options.out)
+        if merged["parts"]:
+            (options.out / "model.json").write_text(json.dumps(merged, indent=1) + "\n")
         return
     failed = []
     for part in options.parts:

@@ -278,15 +278,60 @@ def test_a_decode_batch_tells_all_its_pages_in_one_call(spec, kind):
     adapter.check(seqs)
 
 
-def test_a_decode_batch_past_a_row_raises_and_changes_nothing():
-    pool = make_allocator({"kind": "token", "page_size": 4}, num_pages=60)
-    adapter = adapter_over(BlockTableAdapter, pool, max_tokens=8)
-    seqs = [Sequence("a", [1] * 4), Sequence("b", [2] * 8)]
+def with_a_batch(spec, kind, page_size, lens, **options):
+    """An adapter over live sequences of these lengths, and their decode batch."""
+    pool = make_allocator({"kind": spec, "page_size": page_size}, num_pages=400 // page_size)
+    adapter = adapter_over(kind, pool, max_requests=8, **options)
+    seqs = [Sequence(f"r{i}", [i] * length) for i, length in enumerate(lens)]
     for seq in seqs:
         admitted(pool, adapter, seq)
-    with pytest.raises(ValueError, match="request b needs 3 pages: a row holds 2"):
-        adapter.update_step(pool.decode_batch(seqs).reserve())
+    return pool, adapter, seqs, pool.decode_batch(seqs)
+
+
+@pytest.mark.parametrize("way", ["update_step", "decode"])
+def test_a_decode_batch_past_a_row_raises_and_changes_nothing(way):
+    _, adapter, seqs, steps = with_a_batch("token", BlockTableAdapter, 4, [4, 8], max_tokens=8)
+    with pytest.raises(ValueError, match="request r1 needs 3 pages: a row holds 2"):
+        getattr(adapter, way)(steps.reserve())
     assert [len(adapter.row(seq)) for seq in seqs] == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("spec", ["block", "token", "exact"])
+def test_decode_gives_what_update_step_and_batch_give(spec, page_size, kind):
+    """Also where the allocator keeps no column of lengths (exact), and after a member was served beside the batch."""
+    sides = [with_a_batch(spec, kind, page_size, [3, 9, 4, 1]) for _ in range(2)]
+    for number in range(12):
+        found = []
+        for way, (_, adapter, seqs, steps) in zip((1, 2), sides, strict=True):
+            step = steps.reserve()
+            if way == 1:
+                batch = adapter.decode(step, pad_requests=6, pad_tokens=7)
+            else:
+                adapter.update_step(step)
+                batch = adapter.batch(seqs, [1] * 4, pad_requests=6, pad_tokens=7)
+            table = batch.table
+            tensors = (batch.slot_mapping, batch.query_start_loc, batch.positions, table.seq_lens, table.entries)
+            found.append(([tensor.tolist() for tensor in tensors], batch[4:]))
+            steps.commit()
+        assert found[0] == found[1]
+        if number == 6:
+            for pool, adapter, seqs, _ in sides:
+                adapter.update_all(pool.reserve([(seqs[1], 9)]))
+    for _, adapter, seqs, _ in sides:
+        adapter.check(seqs)
+
+
+@pytest.mark.parametrize("spec", ["block", "token"])
+def test_decode_refuses_a_member_whose_pages_nobody_told(spec):
+    _, adapter, _, steps = with_a_batch(spec, ReqToTokenAdapter, 4, [3, 3])
+    adapter.decode(steps.reserve())
+    steps.commit()
+    assert steps.reserve().page_ids  # taken, and not told
+    steps.commit()
+    with pytest.raises(ValueError, match="request r0: 6 tokens after this step, its row covers 4"):
+        adapter.decode(steps.reserve())
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)

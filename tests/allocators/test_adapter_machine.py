@@ -111,9 +111,16 @@ class AdapterMachine(RuleBasedStateMachine):
         self._commit([(seq, seq.num_computed_tokens + kept) for seq in chosen])
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), steps=st.integers(1, 6), rounds=st.sampled_from([list, tuple, lambda seqs: seqs]))
-    def decode_batch(self, data: st.DataObject, steps: int, rounds: Any) -> None:
-        """A decode batch, step after step; the list of its members is the same or a new one each time."""
+    @rule(
+        data=st.data(),
+        steps=st.integers(1, 6),
+        rounds=st.sampled_from([list, tuple, lambda seqs: seqs]),
+        pad=st.integers(0, 3),
+        more=st.integers(0, 9),
+    )
+    def decode_batch(self, data: st.DataObject, steps: int, rounds: Any, pad: int, more: int) -> None:
+        """A decode batch, step after step, told and batched in one call or in two; in two, the list of its members is
+        the same or a new one each time."""
         chosen = self._some(data)
         batch = self.pool.decode_batch(chosen)
         for _ in range(steps):
@@ -124,9 +131,15 @@ class AdapterMachine(RuleBasedStateMachine):
                 self._refused()
                 self._forget(chosen)
                 return
+            ones, size, tokens = [1] * len(chosen), min(len(chosen) + pad, MAX_REQUESTS), len(chosen) + more
+            at_once = data.draw(st.booleans())
             for adapter in self.adapters:
-                adapter.update_step(step)
-            self._compare(rounds(chosen), [1] * len(chosen), len(chosen), len(chosen))
+                if at_once:
+                    self._expect(adapter.decode(step, pad_requests=size, pad_tokens=tokens), chosen, ones, size, tokens)
+                else:
+                    adapter.update_step(step)
+            if not at_once or data.draw(st.booleans()):
+                self._compare(rounds(chosen), ones, len(chosen), len(chosen))
             batch.commit()
 
     @precondition(lambda self: self.live and len(self.live) < MAX_REQUESTS and isinstance(self.pool, SupportsFork))

@@ -57,8 +57,11 @@ class Twin:
         for _ in range(count):
             if not late:
                 self.append(names)
-            results = [outcome(batch.reserve()) for batch in batches]
+            taken = [batch.reserve() for batch in batches]
+            results = [outcome(step) for step in taken]
             assert results[0] == results[1]
+            if taken[0] is not None and taken[0].computed is not None:
+                assert taken[0].computed.tolist() == [self.live[0][name].num_computed_tokens for name in names]
             if results[0] is None:
                 for live in self.live:
                     for name in names if not late else ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ pytest.importorskip("transformers", reason="models come from transformers: pip i
 from kvarena.experiments.bench import model_capacity, model_h200, model_match, model_steps  # noqa: E402
 from kvarena.experiments.bench.model_decode import Decoder, gate  # noqa: E402
 from kvarena.experiments.capacity import DESIGNS, capacity_plan, small_card  # noqa: E402
-from kvarena.experiments.capacity_card import read_measured  # noqa: E402
+from kvarena.experiments.capacity_card import read_measured, write_measured  # noqa: E402
 from kvarena.experiments.engine.paged_memory import KVShape  # noqa: E402
 from kvarena.experiments.engine.validation import ALLOCATORS, StepLoad  # noqa: E402
 from kvarena.experiments.model.loading import random_model  # noqa: E402
@@ -137,6 +138,21 @@ def test_parts_are_kept_and_joined(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "model.json").read_text())["parts"]
     assert [cell["design"] for cell in found["decode"]["cells"]] == ["block, 16", "token, 1", "token, 16"]
     assert all(cell["tokens_per_s"] > 0 for cell in found["decode"]["cells"])
+
+
+def test_new_cells_join_a_saved_file_and_are_sized_as_its_own(tmp_path: Path) -> None:
+    old = [_cell_row("chat", design) for design in DESIGNS]
+    gpu = {"name": "CPU", "total_bytes": 90, "weights_bytes": 20, "workspace_bytes": 10}
+    write_measured(tmp_path / "capacity.json", old, gpu)
+    assert astuple(model_h200._card_of(tmp_path / "capacity.json")) == ("CPU", 90, 20, 10)
+    new = [{**old[1], "measured": 4}, _cell_row("shared", "block-16")]
+    part = {"provenance": {"torch": "3"}, "card": {"name": "CPU"}, "cells": new}
+    (tmp_path / "capacity0.json").write_text(json.dumps(part))
+    model_h200.main(["--device", "cpu", "--out", str(tmp_path), "--merge"])
+    found = read_measured(tmp_path / "capacity.json")
+    assert found["cells"] == [old[0], new[0], *old[2:], new[1]]
+    assert found["gpu"] == gpu
+    assert not (tmp_path / "model.json").exists()
 
 
 def _cell_row(load: str, design: str) -> dict[str, Any]:
