@@ -1,20 +1,21 @@
 """Laws: closed forms of what page size, sharing and tables cost, each written down before the run that tests it.
 
-    rounding     prompt tokens lost to whole pages: share of requests that share x (S - 1) / 2 / mean prompt
+    rounding     prompt tokens lost to whole pages, over all prompt tokens: s mod S of a known length s that is below a
+                 page or that several requests know (system prompts are few), (S - 1) / 2 of every other one
+    rounding, every length alike   the textbook form: share of requests that share x (S - 1) / 2 / mean prompt
     tail waste   (S - 1) / 2 free slots in the last page of a live request
     table bytes  4 x rows x ceil(max length / S) (block_table), 4 x (rows + 1) x max length (req_to_token)
     capacity     `capacity_law.py`: requests of a burst that fit
     prefill gain (s + u) / (s / N + u) for N requests with a shared prompt of s and u own tokens each
-    break-even   a / (c - b) tokens: a look-up takes a + b n, computing the n tokens again c n
+    break-even   `break_even.py`: a / (c - b) tokens: a look-up takes a + b n, computing the n tokens again c n
 
-`predict` needs a workload's lengths alone and runs no allocator; `measure` runs both designs; `laws` puts one beside
-the other. A prediction holds within its tolerance or has an explanation that says what the closed form leaves out.
+A prediction needs a workload's lengths alone and is made before any allocator runs; `laws` puts it beside what both
+designs did. It holds within its tolerance or has an explanation that says what the closed form leaves out.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,8 +27,6 @@ from kvarena.allocators.config import make_allocator
 from kvarena.allocators.interface import Release
 from kvarena.allocators.interface import Sequence as Tokens
 from kvarena.experiments.budget import PoolTooSmallError
-from kvarena.experiments.engine.step_time import compute_of, load_gpu_times
-from kvarena.experiments.models import model_shape
 
 if TYPE_CHECKING:
     from kvarena.experiments.capacity import Cell
@@ -37,13 +36,10 @@ PAGES = (1, 4, 16, 64, 256)
 KINDS = ("block", "token")
 SHARERS = (1, 2, 4, 8, 16, 32, 64)
 SYSTEM, OWN = 2048, 128  # tokens of the prefill law
-LENGTHS = (64, 256, 1024, 4096, 16_384)  # cached prefixes whose look-up is timed
-SHORT = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # pages
-ROUNDS = 7
-LINE = (
-    "a + b n is fitted to look-ups of 64 tokens and more; near zero they cost less than a, and where one more token is "
-    "computed in a microsecond that decides"
-)
+PERCENT = "% of prompt tokens"
+TEXTBOOK = "rounding, every length alike"
+ONCE = "a length that only one request knows does not end anywhere in a page"
+FEW = "system prompts are few, and their lengths do not end evenly in a page"
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class Law:
     """One prediction and what came of it.
 
     law, kind, x  which law, whose design, at what page size, number of sharers, or load
-    tolerance     relative; `points` absolute in percentage points, whichever is wider
+    tolerance     relative; `slack` absolute, in the law's own unit, whichever is wider
     why           what the closed form leaves out, where it is off by more
     """
 
@@ -75,7 +71,7 @@ class Law:
 
 
 def rounding_share(page_size: int, mean_prompt: float, sharing: float) -> float:
-    """Share of prompt tokens that are known but fill no page: a known length ends anywhere in a page.
+    """Share of prompt tokens that are known but fill no page, where every known length ends anywhere in a page.
 
     sharing  share of requests that know more than a page
 
@@ -83,6 +79,18 @@ def rounding_share(page_size: int, mean_prompt: float, sharing: float) -> float:
     0.0075
     """
     return sharing * (page_size - 1) / 2 / mean_prompt
+
+
+def rounding_of_lengths(page_size: int, known: Sequence[int] | np.ndarray[Any, Any], prompt_tokens: int) -> float:
+    """The same where the known lengths are few: one that is below a page, or that several requests know, ends where it
+    ends; one that a single request knows ends anywhere in a page.
+
+    >>> rounding_of_lengths(16, [40, 40, 40, 100], 1000)  # 3 x 8 and 7.5
+    0.0315
+    """
+    lengths, which, times = np.unique(np.asarray(known), return_inverse=True, return_counts=True)
+    lost = np.where((times > 1) | (lengths < page_size), lengths % page_size, (page_size - 1) / 2)
+    return float(lost[which].sum() / prompt_tokens)
 
 
 def tail_tokens(page_size: int) -> float:
@@ -149,6 +157,7 @@ class Facts:
 
 def laws(workload: str = "chat", *, pages: Sequence[int] = PAGES, requests: int | None = 600) -> list[Law]:
     """Every law, on a built-in workload. Predictions are made before anything runs."""
+    from kvarena.experiments.break_even import break_even_laws
     from kvarena.experiments.compare import compare
     from kvarena.experiments.traces import load_trace
 
@@ -157,24 +166,23 @@ def laws(workload: str = "chat", *, pages: Sequence[int] = PAGES, requests: int 
         raise ValueError(
             f"laws: {loaded.name} has no token ids, so that rounding and tails do not show; give another trace"
         )
-    trace = list(loaded)
-    facts = _facts(trace)
-    predicted = {
-        size: (rounding_share(size, facts.mean_prompt, facts.sharing(size)), tail_tokens(size)) for size in pages
-    }
+    facts = _facts(list(loaded))
+    predicted = {size: _predict(facts, size) for size in pages}
     specs = [{"kind": kind, "page_size": size} for kind in KINDS for size in pages]
     common: dict[str, Any] = {"allocators": specs, "pool": "100 %", "requests": requests, "kernel_batches": 0}
     try:
         prompts = compare(workload, **common)
         replies = compare(workload, outputs="replay", live=16, **common)
     except PoolTooSmallError as error:
-        text = f"laws: {len(trace)} requests of {loaded.name} are too few for pages of {max(pages)} tokens"
+        text = f"laws: {len(facts.prompts)} requests of {loaded.name} are too few for pages of {max(pages)} tokens"
         raise ValueError(f"{text}: a pool that holds them all is too small ({error}); give more requests") from None
     found: list[Law] = []
     for entry in prompts.manifest["allocators"]:
         kind, size = entry["kind"], entry["page_size"]
-        rounding, tail = predicted[size]
-        found.append(_rounding(kind, size, rounding, prompts.requests[prompts.requests["allocator"] == entry["name"]]))
+        rounding, textbook, tail = predicted[size]
+        lost = _rounding_loss(prompts.requests[prompts.requests["allocator"] == entry["name"]])
+        found.append(Law("rounding", kind, str(size), PERCENT, rounding, lost, slack=0.1, why=ONCE))
+        found.append(Law(TEXTBOOK, kind, str(size), PERCENT, textbook, lost, slack=0.1, why=FEW))
         found.append(_tail(kind, size, tail, replies.steps[replies.steps["allocator"] == entry["name"]]))
     found += [_distinct(facts, size) for size in pages if size > 1]
     found += [table_law(kind, size) for kind in KINDS for size in pages]
@@ -190,25 +198,20 @@ def _facts(trace: Sequence[Any]) -> Facts:
     return Facts(prompts, known)
 
 
-def _rounding(kind: str, size: int, predicted: float, rows: pd.DataFrame) -> Law:
-    """Where everything fits, what is known and was not served is rounding."""
+def _predict(facts: Facts, size: int) -> tuple[float, float, float]:
+    """Rounding, percent of the prompt tokens, by known lengths and as in the textbook; free slots in a last page."""
+    share = rounding_share(size, facts.mean_prompt, facts.sharing(size))
+    return 100 * rounding_of_lengths(size, facts.known, int(facts.prompts.sum())), 100 * share, tail_tokens(size)
+
+
+def _rounding_loss(rows: pd.DataFrame) -> float:
+    """Percent of the prompt tokens. Where everything fits, what is known and was not served is rounding."""
     usable = np.minimum(rows["prefix_tokens"], rows["num_prompt_tokens"] - 1)
-    measured = float((usable - rows["hit_tokens"]).sum() / rows["num_prompt_tokens"].sum())
-    return Law(
-        "rounding",
-        kind,
-        str(size),
-        "% of prompt tokens",
-        100 * predicted,
-        100 * measured,
-        slack=0.1,
-        why="known lengths that are no longer than a page or two do not end evenly in it, and few system prompts give "
-        "few lengths",
-    )
+    return 100 * float((usable - rows["hit_tokens"]).sum() / rows["num_prompt_tokens"].sum())
 
 
 def _distinct(facts: Facts, size: int) -> Law:
-    """What `rounding` leaves out, tested: with each known length counted once, remainders are as the law has them."""
+    """What the textbook form leaves out, tested: with each known length counted once, remainders are as it has them."""
     lengths = np.unique(facts.known[facts.known >= size])
     measured = float((lengths % size).mean()) if len(lengths) else 0.0
     return Law("remainder, each length once", "both", str(size), "tokens", (size - 1) / 2, measured, slack=0.25)
@@ -257,62 +260,6 @@ def prefill_law(kind: str, page_size: int, sharers: int) -> Law:
         pool.release([seq], Release.FINISH)
     measured, predicted = sharers * (SYSTEM + OWN) / computed, prefill_gain(SYSTEM, OWN, sharers, page_size)
     return Law("prefill gain", kind, str(sharers), "times", predicted, measured, 1e-9)
-
-
-# --- break-even: measured host times against the step-time model ---
-
-
-def break_even_laws(models: Iterable[str] = ("smollm2-135m", "llama-3-8b", "llama-3-70b")) -> list[Law]:
-    """Break-even prefix length of both designs for some models. a + b n is fitted to look-ups of long prefixes; the
-    measured one is the shortest whole-page prefix whose own look-up is quicker than computing it."""
-    found = []
-    for kind, size in (("block", 16), ("token", 1)):
-        fixed, slope = _line(lookup_us(kind, size))
-        short = lookup_us(kind, size, [size * n for n in SHORT])
-        for model in models:
-            cost = recompute_us(model)
-            tokens = max(break_even_tokens(fixed, slope, cost), 1.0)
-            predicted = math.ceil(tokens / size) * size if math.isfinite(tokens) else math.inf
-            measured = next((n for n, spent in short.items() if spent < cost * n), math.inf)
-            found.append(
-                Law("break-even", kind, model, "tokens", predicted, measured, tolerance=0.25, slack=size, why=LINE)
-            )
-    return found
-
-
-def recompute_us(model: str) -> float:
-    """Microseconds that one more prompt token adds to a step that is full already."""
-    return 2 * compute_of(model, model_shape(model)).parameters / load_gpu_times().linear_tflops / 1e6
-
-
-def lookup_us(kind: str, page_size: int, lengths: Sequence[int] = LENGTHS, rounds: int = ROUNDS) -> dict[int, float]:
-    """CPU microseconds that a cached prefix of n tokens costs a request (match, touch or lock, page ids of its row,
-    release), for each n; the same request without a cached prefix is taken off. Least of the rounds."""
-    found = {}
-    for length in lengths:
-        pool = make_allocator({"kind": kind, "page_size": page_size}, num_pages=4 * (length // page_size + 64))
-        text = list(range(1, length + 1))
-        _timed(pool, [*text, 0])
-        hit = [_timed(pool, [*text, 2**20 + number]) for number in range(rounds)]
-        miss = [_timed(pool, [2**21 + number]) for number in range(rounds)]
-        found[length] = max(min(hit) - min(miss), 0.01)
-    return found
-
-
-def _timed(pool: Any, tokens: list[int]) -> float:
-    seq = Tokens("r", tokens)
-    start = time.process_time_ns()
-    pool.admit(seq)
-    pool.page_ids(seq)
-    pool.commit([(seq, len(tokens))])
-    pool.release([seq], Release.FINISH)
-    return (time.process_time_ns() - start) / 1e3
-
-
-def _line(times: dict[int, float]) -> tuple[float, float]:
-    """(a, b) of a + b n by least squares, a at least 0."""
-    slope, fixed = np.polyfit(list(times), list(times.values()), 1)
-    return max(float(fixed), 0.0), float(slope)
 
 
 # --- capacity, by the study that has it ---

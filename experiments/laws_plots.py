@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvarena.experiments.laws import TEXTBOOK
 from kvarena.experiments.one_axis_plots import kind_looks
 from kvarena.experiments.style import STYLE, add_footer, printable
 
@@ -22,10 +23,12 @@ PANELS = {
     "break-even": ("model", "break-even prefix\n(tokens)"),
 }
 
+DOTTED: dict[str, Any] = {"color": "black", "linestyle": ":", "linewidth": 1.2}
+
 
 def law_panel(found: Sequence[Law], law: str, ax: Axes) -> Axes:
     """One law: predicted (line, or dash where x is a name) and measured (marker) for both designs. What does not hold
-    has a cross."""
+    has a cross. Rounding: the textbook form dotted."""
     scale = 2.0**-20 if law == "table bytes" else 1.0
     rows = [one for one in found if one.law == law]
     names = list(dict.fromkeys(one.x for one in rows))
@@ -43,6 +46,8 @@ def law_panel(found: Sequence[Law], law: str, ax: Axes) -> Axes:
         off = [(at, scale * one.measured) for at, one in zip(x, mine, strict=True) if not one.holds]
         if off:
             ax.plot(*zip(*off, strict=True), "x", color="black", markersize=9, zorder=5)
+    if law == "rounding" and (plain := [one for one in found if one.law == TEXTBOOK and one.kind == "block"]):
+        ax.plot([float(one.x) for one in plain], [one.predicted for one in plain], **DOTTED)
     if numeric:
         ax.set_xscale("log", base=2)
         ticks = [float(name) for name in names]
@@ -75,7 +80,12 @@ def draw_laws(found: Sequence[Law], about: str) -> Figure:
             ax.axis("off")
         handles: list[Any] = list(figure.axes[0].get_legend_handles_labels()[0])
         handles.append(Line2D([], [], color="#555555", linewidth=1.2, label="closed form, before the run"))
-        handles.append(Line2D([], [], color="black", marker="x", linestyle="none", label="off by more than allowed"))
+        if "rounding" in names:
+            handles.append(Line2D([], [], **DOTTED, label="textbook: every known length alike"))
+        if any(one.law in names and not one.holds for one in found):
+            handles.append(
+                Line2D([], [], color="black", marker="x", linestyle="none", label="off by more than allowed")
+            )
         figure.legend(handles=handles, loc="outside upper left", ncols=2, frameon=False)
         add_footer(figure, f"kvarena {kvarena.__version__} · {printable(about)} · points: measured")
         return figure
