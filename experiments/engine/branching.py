@@ -43,7 +43,8 @@ def child_of(parent: EngineRequest, name: str, num_tokens: int, token: int) -> E
         declared_max_tokens=parent.seq.declared_max_tokens,
         oracle_tokens=parent.seq.oracle_tokens,
     )
-    child = EngineRequest(seq, parent.max_tokens, parent.requested, parent.arrival_s, parent.priority)
+    # SGLang 0.5.22 cuts to 0 what it has no room for, and a first token comes all the same.
+    child = EngineRequest(seq, max(parent.max_tokens, 1), parent.requested, parent.arrival_s, parent.priority)
     child.parent = parent.id
     return child
 

@@ -101,7 +101,14 @@ class SglangScheduler(Scheduler):
                 f"request {request.id}: prompt of {prompt} tokens, the limit is {top - PROMPT_SLACK - 1} "
                 f"(max_model_len {self.config.max_model_len}, pool of {self.pool_tokens()} tokens)"
             )
-            request.seq = type(request.seq)(request.id, [0], namespace=request.seq.namespace)
+            given, request.samples = request.seq, 1
+            request.seq = Sequence(
+                request.id,
+                [0],
+                namespace=given.namespace,
+                declared_max_tokens=given.declared_max_tokens,
+                oracle_tokens=given.oracle_tokens,
+            )
         self.waiting.append(request)
 
     # One pass

@@ -68,8 +68,8 @@ class VllmScheduler(Scheduler):
         width = 0 if request.beams is None else request.beams.width
         if width > self.config.max_num_seqs:
             return f"request {request.id}: {width} beams, max_num_seqs {self.config.max_num_seqs}"
-        if self.config.limits == "upstream":
-            return ""
+        if self.config.limits == "upstream" and self.config.whole_prompt_gate:
+            return ""  # without the gate, what can never fit would take pages again and again
         return self._too_long(request) or self._never_fits(request)
 
     def _too_long(self, request: EngineRequest) -> str:
@@ -146,6 +146,9 @@ class VllmScheduler(Scheduler):
         """Slots for n tokens and drafts, throwing back others until they are there. False: it was itself."""
         while not self.try_reserve([(request, n + len(drafts))]):
             victim = self._victim()
+            if victim is request and drafts:
+                drafts = ()  # guesses never cost their own request its place
+                continue
             self._preempt(victim, plan)
             if victim.beams is not None:
                 for member in [each for each in victim.beams.members if each.state is State.RUNNING]:
@@ -188,6 +191,8 @@ class VllmScheduler(Scheduler):
     def _admit_head(self, plan: StepPlan) -> bool:
         """Admit the head of the queue, or leave it and everything behind it where it stands."""
         request = self.waiting[0]
+        if self._outgrew(request):
+            return False
         if self.on_host(request):
             return self._admit_returning(request, plan)
         pin = self._pin(request)
@@ -206,6 +211,12 @@ class VllmScheduler(Scheduler):
         self.admitted(request, pin.hit_tokens)
         self._start(request, n, plan)
         return True
+
+    def _outgrew(self, request: EngineRequest) -> bool:
+        """No gate would stop it, and it needs more than the pool: it would throw itself back again and again."""
+        if self.config.whole_prompt_gate and not self.on_host(request):
+            return False
+        return self.pages_of(min(request.num_tokens, self.config.max_model_len)) > self.allocator.num_pages
 
     def _start(self, request: EngineRequest, n: int, plan: StepPlan) -> None:
         self.waiting.popleft()
@@ -237,7 +248,7 @@ class VllmScheduler(Scheduler):
 
     def _unblock(self) -> bool:
         """Nothing can run and nothing would ever change: end what is in the way. False: nothing is."""
-        if self.running and self.running[0].beams is not None:
+        if self.running and self.running[0].beams is not None and self.running[0].beams.members:
             self._end_stuck(self.running[0].beams)
         elif self.running:
             request = self.running.pop(0)

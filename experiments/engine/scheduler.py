@@ -41,7 +41,7 @@ class SchedulerConfig:
                             (None: on for lpm alone, as upstream)
     limits                  `exact`: what can never fit is rejected on arrival and prompt + output may reach
                             max_model_len; `upstream`: the upstream's own arrival rules, and what would block
-                            the queue for ever is rejected when it does
+                            the queue for ever is rejected when it does (vllm: with whole_prompt_gate)
     host_pages              pages of a host tier: who is thrown back is copied there and comes back by a copy, not by
                             computing again (0: no such tier)
     host_cache_pages        pages of a second-level prefix cache on the host: what the device evicts goes there and is
@@ -81,6 +81,11 @@ class SchedulerConfig:
         for name in ("host_pages", "host_cache_pages"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: expected at least 0, found {getattr(self, name)}")
+        if (self.max_num_active_seqs or 0) > self.max_num_seqs:
+            raise ValueError(
+                f"max_num_active_seqs: expected at most max_num_seqs, {self.max_num_seqs}, "
+                f"found {self.max_num_active_seqs}"
+            )
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark: expected 0 <= watermark < 1, found {self.watermark}")
         if self.conservativeness < 0:
@@ -241,7 +246,9 @@ class Scheduler(ABC):
 
     def drafts_of(self, request: EngineRequest, limit: int) -> tuple[int, ...]:
         """Guesses of a decoding request's next tokens: never more than it may generate behind them."""
-        if self.drafter is None or request.beams is not None or request.num_computed + 1 != request.num_tokens:
+        if self.drafter is None or request.beams is not None or not request.num_output:
+            return ()  # the first token is the prompt's, with which other replies fork
+        if request.num_computed + 1 != request.num_tokens:
             return ()
         room = self.config.max_model_len - request.num_tokens - 1
         count = min(self.num_drafts, limit, room, request.max_tokens - request.num_output - 1)
