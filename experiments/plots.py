@@ -99,7 +99,7 @@ def difference(result: Result, ax: Axes | None = None) -> Axes:
         table = _paired(result.summary, first, name)
         draw_series(ax, table["pool_bytes"], table["mean"], look[name], band=(table["min"], table["max"]), label="")
     ax.axhline(0, color="#555555", linewidth=1, linestyle=":")
-    ax.set_ylabel(f"minus {look[first].label.partition(' (')[0]}\n(points)")
+    ax.set_ylabel(f"minus {_short(look[first].label)}\n(points)")
     ax.margins(y=0.15)
     # Rounding errors are no difference: without this, an axis of 1e-17 would show them.
     ax.set_ylim(min(-0.05, ax.get_ylim()[0]), max(0.05, ax.get_ylim()[1]))
@@ -166,9 +166,8 @@ def _occupancy(result: Result, ax: Axes, name: str) -> Axes:
     ax.stackplot(
         rows["step"], shares, labels=list(STATE_COLOURS), colors=list(STATE_COLOURS.values()), linewidth=0, step="post"
     )
-    ax.set_title(
-        f"{_looks(result)[name].label}, pool {format_bytes(result.reference_pool)}", pad=4, loc="left", fontsize=9
-    )
+    title = f"{_looks(result)[name].label}, pool {format_bytes(result.reference_pool)}"
+    ax.set_title(textwrap.fill(title, 52), pad=4, loc="left", fontsize=9)  # the legend stands beside it
     ax.set_xlabel("step of the engine" if result.manifest["kind"] == "run" else "request, in order of arrival")
     ax.set_ylabel("pool (%)")
     ax.set_ylim(0, 100)
@@ -310,6 +309,12 @@ def _paired(frame: pd.DataFrame, first: str, name: str) -> pd.DataFrame:
 
 def _looks(result: Result) -> dict[str, Look]:
     return looks(result.manifest["allocators"])
+
+
+def _short(label: str, most: int = 14) -> str:
+    """What a legend text begins with: a user's name for an allocator, or its kind."""
+    head = label.partition(" (")[0].partition(": ")[0]
+    return head if len(head) <= most else f"{head[: most - 1]}…"
 
 
 # --- axes ---

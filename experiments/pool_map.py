@@ -47,7 +47,8 @@ def pool_map(timeline: Timeline, ax: Axes | None = None) -> Axes:
     ax.set_xlim(edges_x[0], edges_x[-1])
     ax.set_xlabel("simulated time (s)" if timeline.kind == "run" else "request, in order of arrival")
     ax.set_ylabel("page")
-    title = f"{printable(timeline.title)}: {timeline.label}, {timeline.num_pages:,} pages of {timeline.page_size}"
+    head = printable(f"{timeline.title}: {timeline.label}")
+    title = f"{head}, {timeline.num_pages:,} pages of {timeline.page_size}"
     ax.set_title(title, loc="left", fontsize=9, pad=20)
     _legend(ax)
     return ax

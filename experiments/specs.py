@@ -17,7 +17,7 @@ class AllocatorEntry:
     """One allocator of a run.
 
     name    short and unique in the run: the key in every table
-    label   legend text
+    label   legend text: the rules, behind a name of the user's own that says something else
     kind    "block", "token", "contiguous", "exact", or "custom" for somebody else's
     design  its rules; None for a custom one
     source  what `make_allocator` is given for a custom one: a class, an instance or an entry point's name
@@ -125,7 +125,10 @@ def _of_mapping(spec: Mapping[str, Any]) -> AllocatorEntry:
 
 
 def _of_design(chosen: Design, name: str | None, base: str | None = None) -> AllocatorEntry:
-    return AllocatorEntry(name or short_name(chosen), display_label(chosen), chosen.kind, chosen.page_size, chosen)
+    text = display_label(chosen)
+    told = (None, _preset_name(chosen), short_name(chosen), chosen.kind, f"{chosen.kind}-{chosen.page_size}")
+    shown = text if name in told else f"{name}: {text}"
+    return AllocatorEntry(name or short_name(chosen), shown, chosen.kind, chosen.page_size, chosen)
 
 
 def _of_entry_point(name: str, fields: Mapping[str, Any]) -> AllocatorEntry:

@@ -85,7 +85,7 @@ def looks(entries: Iterable[Mapping[str, Any]]) -> dict[str, Look]:
         used[colour] = turn + 1
         marker, dashes = MARKERS.get(kind, "v"), DASHES[turn % len(DASHES)]
         face = "white" if chosen else colour
-        chosen[entry["name"]] = Look(entry["label"], colour, marker, dashes, face, HATCHES[turn % len(HATCHES)])
+        chosen[entry["name"]] = Look(plain(entry["label"]), colour, marker, dashes, face, HATCHES[turn % len(HATCHES)])
     return chosen
 
 
@@ -134,11 +134,16 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
+def plain(text: str) -> str:
+    """The same for a legend: a name of the user's own is no formula."""
+    return printable(text).replace("$", r"\$")
+
+
 def add_footer(figure: Figure, text: str) -> None:
     """One line of provenance under the figure, without a date."""
     engine: Any = figure.get_layout_engine()
     engine.set(rect=(0, 0.035, 1, 0.965))
-    figure.text(0.008, 0.01, printable(text).replace("$", r"\$"), fontsize=5.5, color="#777777", ha="left", va="bottom")
+    figure.text(0.008, 0.01, plain(text), fontsize=5.5, color="#777777", ha="left", va="bottom")
 
 
 def save_figure(figure: Figure, stem: Path, kinds: Iterable[str] = FORMATS, source: str = "") -> list[Path]:

@@ -211,7 +211,7 @@ def summary_lines(made: Timeline) -> list[str]:
     clock = "simulated seconds" if made.kind == "run" else "steps of one arrival"
     span = made.steps[-1].end_s if made.kind == "run" else len(made.steps)
     return [
-        f"{printable(made.title)}: {made.label}, {made.num_pages:,} pages of {made.page_size}",
+        f"{printable(made.title)}: {printable(made.label)}, {made.num_pages:,} pages of {made.page_size}",
         f"{len(made.spans):,} requests, {len(made.steps):,} steps, {span:,.6g} {clock}",
         *(told or ["nothing was evicted"]),
     ]

@@ -14,6 +14,7 @@ import pytest
 from kvarena.allocators.config import block, token
 from kvarena.experiments import plots
 from kvarena.experiments.compare import compare
+from kvarena.experiments.specs import allocator_entries
 from kvarena.experiments.style import (
     KIND_COLOURS,
     STYLE,
@@ -75,10 +76,20 @@ def _area(a, b):
     return max(width, 0) * max(height, 0)
 
 
+def renamed():
+    """The shared result with long names of the user's own in front of its labels."""
+    about = [
+        {**one, "label": f"what I call ${place} and ${one['name']}: {one['label']}, page 64"}
+        for place, one in enumerate(shared().manifest["allocators"])
+    ]
+    return replace(shared(), manifest={**shared().manifest, "allocators": about})
+
+
+@pytest.mark.parametrize("given", [shared, renamed])
 @pytest.mark.parametrize("name", list(ALL))
-def test_no_labels_overlap_and_none_is_cut_off(name):
+def test_no_labels_overlap_and_none_is_cut_off(name, given):
     with mpl.rc_context(STYLE):
-        figure = ALL[name](shared()).get_figure()
+        figure = ALL[name](given()).get_figure()
         add_footer(
             figure, "kvarena 0.0.0 · chat · llama-3-8b · 1 live · prompts only · outputs recorded · config 0123456789"
         )
@@ -113,6 +124,27 @@ def test_axes_have_labels_and_units(name):
     assert lowest.get_xlabel() or [t.get_text() for t in lowest.get_xticklabels()] == list(plots.VERBS)
     words = " ".join(a.get_xlabel() + a.get_ylabel() for a in ax.get_figure().axes)
     assert any(unit in words for unit in ("%", "bytes", "GiB", "MiB", "µs", "points", "tokens"))
+
+
+def test_a_name_of_the_users_own_is_in_the_legend_before_the_rules():
+    specs = [
+        {"name": "frugal", "kind": "block", "page_size": 64},
+        {"name": "sglang"},
+        {"name": "block-16", "kind": "block"},
+    ]
+    labels = [entry.label for entry in allocator_entries(specs)]
+    assert labels == [
+        "frugal: block (vLLM 0.32.0 rules), page 64",
+        "token (SGLang 0.5.22 rules)",
+        "block (vLLM 0.32.0 rules)",
+    ]
+    again = [entry.label for entry in allocator_entries([entry.as_toml() for entry in allocator_entries(specs)])]
+    assert again == labels
+
+
+def test_a_name_is_no_formula():
+    look = looks([{"name": "a", "label": "$x_1$ \x07", "kind": "block", "page_size": 16}])["a"]
+    assert look.label == "\\$x_1\\$ \ufffd"
 
 
 @pytest.mark.parametrize("name", list(ALL))
