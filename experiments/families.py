@@ -105,10 +105,18 @@ def resample(requests: Sequence[Request], draw: int, groups: Groups | None = Non
     return _dense_ids(_jittered(out, tick, rng))
 
 
-def resampled(trace: Trace, draw: int, limit: int | None = None) -> Trace:
-    """A trace of the `draw`-th resample of the first `limit` requests."""
+def groups_of(trace: Trace, limit: int | None = None) -> tuple[list[Request], Groups]:
+    """The first `limit` requests and their groups. Raises ValueError as `group` does, and for a trace of lengths, whose
+    requests share nothing: its ids are made up."""
+    if not trace.visible.reuse:
+        raise ValueError(f"resample: {trace.name} has lengths only, so its requests share nothing and form no groups")
     requests = list(trace)[:limit]
-    groups = group(requests)
+    return requests, group(requests)
+
+
+def resampled(trace: Trace, draw: int, limit: int | None = None) -> Trace:
+    """A trace of the `draw`-th resample of the first `limit` requests. Raises ValueError as `groups_of` does."""
+    requests, groups = groups_of(trace, limit)
     made = resample(requests, draw, groups)
     note = f"resample {draw} of its {groups.count} {groups.unit} groups"
     return replace(

@@ -48,13 +48,19 @@ def is_seeded(config: Config, source: Any = None) -> bool:
     return isinstance(named, str) and named in workloads.NAMES
 
 
-def _load(config: Config, seed: int, source: Any) -> Workload:
-    from kvarena.experiments.families import resampled
+def trace_of(config: Config, seed: int, source: Any = None) -> Trace:
+    """The trace that a config names, its first `requests`, as it is: not resampled, with the replies that it has."""
     from kvarena.experiments.traces import load_trace
 
     asked = config.workload
     options = {**asked.options, "seed": seed} if is_seeded(config, source) else dict(asked.options)
-    trace = load_trace(asked.trace if source is None else source, asked.format, limit=asked.requests, **options)
+    return load_trace(asked.trace if source is None else source, asked.format, limit=asked.requests, **options)
+
+
+def _load(config: Config, seed: int, source: Any) -> Workload:
+    from kvarena.experiments.families import resampled
+
+    asked, trace = config.workload, trace_of(config, seed, source)
     if asked.resample is not None:
         trace = resampled(trace, asked.resample, asked.requests)
     requests = list(trace)
