@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Hashable, Iterable
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -135,7 +136,7 @@ class PageText:
 
         What is hashed of a page: its tokens, of fixed length, and then what images add to it.
         """
-        pages = cut_pages(tokens, width)
+        pages = [tokens] if len(tokens) == width else cut_pages(tokens, width)  # a decode step brings one
         for page, encoded, _ in self.extras:
             if position <= page < position + len(pages):
                 pages[page - position] += encoded
@@ -143,15 +144,18 @@ class PageText:
 
 
 def cut_pages(tokens: bytes, width: int) -> list[bytes]:
-    """Whole pages of `width` bytes. NumPy cuts them twice as fast as slices do; a decode step brings one.
+    """Whole pages of `width` bytes. NumPy cuts them twice as fast as slices do.
 
     >>> cut_pages(b"aabbcc", 2)
     [b'aa', b'bb', b'cc']
     """
-    if len(tokens) == width:
-        return [tokens]
-    pages: list[bytes] = np.frombuffer(tokens, np.dtype((np.void, width))).tolist()
+    pages: list[bytes] = np.frombuffer(tokens, _page_type(width)).tolist()
     return pages
+
+
+@cache
+def _page_type(width: int) -> np.dtype[np.void]:
+    return np.dtype((np.void, width))
 
 
 def page_extras(extra_keys: Iterable[Any], page_size: int) -> tuple[tuple[int, bytes, tuple[Any, ...]], ...]:

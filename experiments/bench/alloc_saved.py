@@ -84,7 +84,7 @@ def _middle(found: list[Row]) -> Row:
     middle = statistics.median_low(row["value"] for row in found)
     chosen = next(row for row in found if row["value"] == middle)
     joined = chosen | _over(found, "low", "high") | _over(found, "here_ratio_low", "here_ratio_high")
-    for name in ("here", "here_ratio", "lean", "lean_ratio"):
+    for name in ("here", "here_ratio", "lean", "lean_ratio", "floor", "floor_ratio"):
         if all(name in row for row in found):
             joined[name] = statistics.median_low(row[name] for row in found)
     mark = Mark(chosen["real"], chosen["must"], chosen["aim"], chosen["absolute"])

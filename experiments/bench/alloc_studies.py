@@ -16,6 +16,7 @@ import numpy as np
 from kvarena.allocators.config import make_allocator
 from kvarena.allocators.interface import KVAllocator, Release, Sequence
 from kvarena.allocators.token import TokenAllocator
+from kvarena.experiments.bench.alloc_floor import BARE, Hollow
 from kvarena.experiments.bench.alloc_load import POOL_TOKENS, Prompt, page_names
 from kvarena.experiments.bench.alloc_ops import (
     Timed,
@@ -155,6 +156,20 @@ def real_rate(load: list[Prompt], kind: str, page_size: int, expected: Decisions
             f"{kind}, page size {page_size}: the real package decided otherwise; times would compare different work"
         )
     return rate
+
+
+def floor_rate(contender: Contender, load: list[Prompt], expected: Decisions) -> float:
+    """The least that Python has to do for this replay: a structure without an interface and an interface without a
+    structure, one after the other. The hits of the first are compared with ours before it counts."""
+    bare = BARE[contender.design, contender.page_size](POOL_TOKENS, contender.page_size)
+    hits: list[int] = []
+    structure = _rate(lambda prompt: hits.append(bare.serve(prompt)), load, len(load))
+    if hits != expected.hits:
+        raise ValueError(f"{contender.design}, page size {contender.page_size}: the floor found other hits than ours")
+    hollow: Any = Hollow(contender.page_size)
+    numbers = itertools.count()
+    verbs = _rate(lambda prompt: serve(hollow, Sequence(f"r{next(numbers)}", prompt)), load, len(load))
+    return 1 / (1 / structure + 1 / verbs)
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,14 @@ COLUMNS = (
         "recorded",
         "ratio to it",
     ),
-    *("must", "aim", "met", "met by recorded"),
+    *("floor", "ratio at it", "must", "aim", "met", "met by recorded"),
 )
 MET = {"aim": "aim", "must": "must", "no": "missed"}
 NOTES = """\
 real here, ratio here (over the turns): the real package as its engine calls it, in turns with ours in this run
 lean: our ratio to it where it is called in the leanest way; operations without one are called the same way in both
-recorded, ratio to it: {source}; met: against the real package here where it was run, else against the recorded one"""
+recorded, ratio to it: {source}; met: against the real package here where it was run, else against the recorded one
+floor: the least that Python has to do, timed in turns with ours (docs/cost.md); ratio at it: to the real package"""
 
 
 def text(rows: list[Row]) -> str:
@@ -55,6 +56,7 @@ def text(rows: list[Row]) -> str:
     asked = [row for row in rows if row.get("must") is not None]
     if asked:
         parts.append("what is asked for\n" + _table(asked, titled=True) + "\n" + score(asked))
+        parts += ["missed here, and why\n" + "\n".join(reasons)] if (reasons := why_missed(asked)) else []
     header = next((row for row in rows if row["study"] == "header"), {})
     notes = NOTES.format(source=header.get("real", ""))
     if "packages_here" in header:
@@ -75,6 +77,26 @@ def score(asked: list[Row]) -> str:
         line = f"against the {label}: {len(judged) - len(missed)} of {len(judged)} met"
         lines.append(line + (f"; missed: {'; '.join(missed)}" if missed else ""))
     return "\n".join(lines)
+
+
+def why_missed(asked: list[Row]) -> list[str]:
+    """A line for each row that misses its must: what is found, and whether the floor would do."""
+    return [f"{_short(row)}: {reason(row)}" for row in asked if row["met"] == "no"]
+
+
+def reason(row: Row) -> str:
+    """Of a missed must: the figure found beside it, and what the floor says."""
+    times = "" if row["absolute"] else "x"
+    ratio = row["value"] if row["absolute"] else row.get("here_ratio", row["ratio"])
+    found = f"{_number(ratio)}{times} of {_number(row['must'])}{times}"
+    if "floor_ratio" not in row:
+        return f"{found}; no floor was measured"
+    share = row["must"] / row["floor_ratio"]
+    if share > 1:
+        return f"{found}; the floor reaches {_number(row['floor_ratio'])}x: out of reach in Python"
+    return (
+        f"{found}; the floor reaches {_number(row['floor_ratio'])}x, so the must leaves {1 / share - 1:.0%} beside it"
+    )
 
 
 def _short(row: Row) -> str:
@@ -121,6 +143,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row['lean_ratio']:.1f}x" if "lean_ratio" in row else "",
         _number(row["real"]),
         f"{row['ratio']:.1f}x" if row["ratio"] is not None else "",
+        _number(row.get("floor")),
+        f"{row['floor_ratio']:.1f}x" if "floor_ratio" in row else "",
         f"{_number(row['must'])}{times}" if row["must"] is not None else "",
         f"{_number(row['aim'])}{times}" if row["aim"] is not None else "",
         MET.get(row["met"] or "", ""),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from kvarena.experiments.bench import alloc_adapter, real_sglang, real_vllm
 from kvarena.experiments.bench import alloc_studies as studies
+from kvarena.experiments.bench.alloc_floor_ops import floor_ops
 from kvarena.experiments.bench.alloc_load import Prompt, replay_prompts
 from kvarena.experiments.bench.alloc_ops import Op, Timed, block_ops, token_ops
 from kvarena.experiments.bench.alloc_recorded import MARKS, SOURCE, Mark, times_better, verdict
@@ -108,17 +109,26 @@ def peers_here() -> dict[str, str]:
 
 
 def row(
-    study: str, name: str, design: str, page_size: int, unit: str, values: list[float], here: Iterable[float] = ()
+    study: str,
+    name: str,
+    design: str,
+    page_size: int,
+    unit: str,
+    values: list[float],
+    here: Iterable[float] = (),
+    floor: Iterable[float] = (),
 ) -> Row:
-    """Median and range of a measurement, beside its yardsticks; `here` are the real package's values in its turns.
+    """Median and range of a measurement, beside its yardsticks; `here` are the real package's values in its turns,
+    `floor` those of the least that Python has to do.
 
     met           against the real package of this run, else against the recorded one
     met_recorded  against the recorded one alone; None where a figure is asked for, no ratio
+    floor_ratio   how many times better than the real package (of this run, else recorded) the floor is
     """
     value = statistics.median(values)
     mark = MARKS.get((study, name, design, page_size), Mark())
     recorded = None if mark.real is None else times_better(value, mark.real, unit)
-    beside = _beside(values, list(here), unit)
+    beside = _beside(values, list(here), unit) | _floor(list(floor), list(here), mark, unit)
     found = value if mark.absolute else beside.get("here_ratio", recorded)
     return {
         "study": study,
@@ -153,6 +163,20 @@ def _beside(ours: list[float], real: list[float], unit: str) -> Row:
     }
 
 
+def _floor(floor: list[float], real: list[float], mark: Mark, unit: str) -> Row:
+    """The floor, and the ratio that it reaches where there is something to compare it with."""
+    if not floor:
+        return {}
+    found = statistics.median(floor)
+    if real:
+        ratio = _beside(floor, real, unit)["here_ratio"]
+    elif mark.real is not None:
+        ratio = times_better(found, mark.real, unit)
+    else:
+        return {"floor": found}
+    return {"floor": found, "floor_ratio": ratio}
+
+
 def lean_of(ours: list[float], real: list[float]) -> Row:
     """The real package's value and our ratio to it where it is called in the leanest way."""
     found = _beside(ours, real, "us")
@@ -181,21 +205,24 @@ def replay_rows(load: list[Prompt], effort: Effort, say: Say) -> Iterator[Row]:
     arrays and the real package called as its engine does; or, "verbs alone", requests made beforehand and the real
     package called in the leanest way.
     """
-    pairs = [(c.spec["kind"], c.page_size) for c in studies.CONTENDERS]
+    pairs = sorted({_pair(contender) for contender in studies.CONTENDERS})
     importable = real_kinds(say)
-    expected = {pair: studies.decisions(load, *pair) for pair in sorted(set(pairs)) if pair[0] in importable}
+    expected = {pair: studies.decisions(load, *pair) for pair in pairs}
+    beside = {pair: known for pair, known in expected.items() if pair[0] in importable}
     sizes = {contender.page_size for contender in studies.CONTENDERS}
     made = {size: studies.sequences(load, size, hashes=False) for size in sizes}
     yield from _replays(
         "tokens",
         {c: partial(studies.replay_rate, c, load) for c in studies.CONTENDERS},
-        {pair: partial(studies.real_rate, load, *pair, known, lean=False) for pair, known in expected.items()},
+        {pair: partial(studies.real_rate, load, *pair, known, lean=False) for pair, known in beside.items()},
+        {c: partial(studies.floor_rate, c, load, expected[_pair(c)]) for c in studies.CONTENDERS},
         effort,
     )
     yield from _replays(
         "tokens, verbs alone",
         {c: partial(studies.verbs_rate, c, made[c.page_size]) for c in studies.CONTENDERS},
-        {pair: partial(studies.real_rate, load, *pair, known, lean=True) for pair, known in expected.items()},
+        {pair: partial(studies.real_rate, load, *pair, known, lean=True) for pair, known in beside.items()},
+        {},
         effort,
     )
     # A token a page is its own name: at page 1 hashes say nothing new.
@@ -204,26 +231,40 @@ def replay_rows(load: list[Prompt], effort: Effort, say: Say) -> Iterator[Row]:
         "page hashes",
         {c: partial(studies.verbs_rate, c, named) for c in studies.CONTENDERS if c.page_size == 16},
         {},
+        {},
         effort,
     )
 
 
 Rate = Callable[[], float]
+Pair = tuple[str, int]  # kind of design, page size: what the real package is asked for
+
+
+def _pair(contender: studies.Contender) -> Pair:
+    return contender.spec["kind"], contender.page_size
 
 
 def _replays(
-    form: str, ours: dict[studies.Contender, Rate], real: dict[tuple[str, int], Rate], effort: Effort
+    form: str,
+    ours: dict[studies.Contender, Rate],
+    real: dict[Pair, Rate],
+    floors: dict[studies.Contender, Rate],
+    effort: Effort,
 ) -> Iterator[Row]:
-    rates: dict[studies.Contender, list[float]] = {contender: [] for contender in ours}
-    others: dict[tuple[str, int], list[float]] = {pair: [] for pair in real}
+    def turn(rates: Mapping[Any, Rate], found: dict[Any, list[float]]) -> None:
+        for each, rate in rates.items():
+            found.setdefault(each, []).append(rate())
+
+    values: dict[studies.Contender, list[float]] = {}
+    others: dict[Pair, list[float]] = {}
+    least: dict[studies.Contender, list[float]] = {}
     for _ in range(effort.repeats):
-        for contender, rate in ours.items():
-            rates[contender].append(rate())
-        for pair, rate in real.items():
-            others[pair].append(rate())
-    for contender, values in rates.items():
-        beside = others.get((contender.spec["kind"], contender.page_size), [])
-        yield row("replay", form, contender.design, contender.page_size, "requests/CPU s", values, beside)
+        turn(ours, values)
+        turn(real, others)
+        turn(floors, least)
+    for each, rates in values.items():
+        beside = others.get(_pair(each), [])
+        yield row("replay", form, each.design, each.page_size, "requests/CPU s", rates, beside, least.get(each, []))
 
 
 def real_kinds(say: Say) -> set[str]:
@@ -244,13 +285,16 @@ def op_rows(effort: Effort, say: Say) -> Iterator[Row]:
     packages = [package for kind, package in (("block", real_vllm), ("token", real_sglang)) if kind in importable]
     engine = _by_label(op for package in packages for op in package.real_ops())
     lean = _by_label(op for package in packages for op in package.lean_ops())
+    floors = _by_label(floor_ops())
     for op in [*token_ops(), *block_ops()]:
         label = (op.name, op.design.split()[0], op.page_size)
-        twins = [twins[label] for twins in (engine, lean) if label in twins]
-        ours, *others = _in_turns([op, *twins], effort.samples, effort.repeats)
-        here = others[0] if label in engine else []
-        line = row("op", op.name, op.design, op.page_size, "us", ours, here)
-        yield line | (lean_of(ours, others[-1]) if label in lean else {})
+        twins = {"ours": op, "here": engine.get(label), "lean": lean.get(label)}
+        twins["floor"] = floors.get((op.name, op.design, op.page_size))
+        known = {name: twin for name, twin in twins.items() if twin is not None}
+        turns = dict(zip(known, _in_turns(list(known.values()), effort.samples, effort.repeats), strict=True))
+        ours, here, floor = (turns.get(name, []) for name in ("ours", "here", "floor"))
+        line = row("op", op.name, op.design, op.page_size, "us", ours, here, floor)
+        yield line | (lean_of(ours, turns["lean"]) if "lean" in turns else {})
 
 
 def _by_label(ops: Iterable[Op]) -> dict[tuple[str, str, int], Op]:

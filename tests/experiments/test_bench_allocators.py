@@ -15,6 +15,8 @@ import pytest
 from kvarena.allocators.config import make_allocator
 from kvarena.allocators.interface import Sequence
 from kvarena.experiments.bench import alloc_saved, alloc_studies, allocators, real_sglang, real_vllm
+from kvarena.experiments.bench.alloc_floor import BARE
+from kvarena.experiments.bench.alloc_floor_ops import floor_ops
 from kvarena.experiments.bench.alloc_load import page_names, replay_prompts
 from kvarena.experiments.bench.alloc_ops import Op, Timed, block_ops, token_ops
 from kvarena.experiments.bench.alloc_recorded import MARKS, Mark, times_better, verdict
@@ -81,6 +83,58 @@ def test_what_is_asked_for_is_counted_against_the_package_here_and_the_recorded_
         assert asked.split()[-2:] == [met, recorded]
         for label, found in (("real packages here", met), ("recorded ones", recorded)):
             assert f"against the {label}: {int(found != 'missed')} of 1 met" in table
+
+
+@pytest.mark.parametrize(("design", "page_size"), BARE, ids=str)
+@pytest.mark.parametrize("pool_tokens", [24_000, 320_000], ids=["scarce", "roomy"])
+def test_the_bare_structures_of_the_floors_find_the_hits_of_the_real_design(
+    design: str, page_size: int, pool_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alloc_studies, "POOL_TOKENS", pool_tokens)
+    load = replay_prompts(400, seed=page_size)
+    bare = BARE[design, page_size](pool_tokens, page_size)
+    hits = [bare.serve(prompt) for prompt in load]
+    assert hits == alloc_studies.decisions(load, design.split()[0], page_size).hits
+    assert sum(hits) > 0
+
+
+def test_a_floor_that_finds_other_hits_is_refused() -> None:
+    load = replay_prompts(60)
+    for contender in alloc_studies.CONTENDERS:
+        found = alloc_studies.decisions(load, contender.spec["kind"], contender.page_size)
+        assert alloc_studies.floor_rate(contender, load, found) > 0
+        wrong = alloc_studies.Decisions([*found.hits[:-1], found.hits[-1] + 1], found.room)
+        with pytest.raises(ValueError, match="the floor found other hits"):
+            alloc_studies.floor_rate(contender, load, wrong)
+
+
+def test_floors_are_of_operations_that_are_measured_and_compared_as_ours_are(rows: list[dict[str, Any]]) -> None:
+    labels = {(op.name, op.design, op.page_size) for op in floor_ops()}
+    assert labels <= {(op.name, op.design, op.page_size) for op in OPS}
+    with_floor = [row for row in rows[1:] if "floor" in row]
+    assert {(row["name"], row["design"], row["page_size"]) for row in with_floor} == {
+        *labels,
+        *(("tokens", *each) for each in BARE),
+    }
+    for row in with_floor:
+        assert row["floor_ratio"] == times_better(row["floor"], row["real"], row["unit"])
+
+
+def test_a_missed_must_says_whether_the_floor_would_do() -> None:
+    name, mark = "decode step of 256", MARKS["op", "decode step of 256", "block hashed", 16]
+    assert mark.must is not None
+    real = 1000.0
+    wanted = real / mark.must
+    for ours, floor, expected in (
+        (wanted * 2, wanted / 2, "7.5x of 15x; the floor reaches 30x, so the must leaves 100% beside it"),
+        (wanted * 2, wanted * 1.5, "7.5x of 15x; the floor reaches 10x: out of reach in Python"),
+        (wanted / 2, wanted / 4, None),
+    ):
+        table = text([allocators.row("op", name, "block hashed", 16, "us", [ours], [real], [floor])])
+        assert ("missed here, and why" in table) == (expected is not None)
+        assert expected is None or f"{name} (op, block hashed, page 16): {expected}" in table
+    unmeasured = text([allocators.row("op", name, "block hashed", 16, "us", [wanted * 2], [real])])
+    assert "7.5x of 15x; no floor was measured" in unmeasured
 
 
 def test_latencies_are_those_of_a_recorded_trace_where_one_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
