@@ -57,7 +57,7 @@ class StepPacking:
 
     def pack_decode(self, buffer: Ints, seqs: ListLike[Sequence]) -> Packed:
         """Write header and step pages of one new token each. ValueError: see `adapter.batch`."""
-        computed = _computed(seqs)
+        computed = computed_of(seqs)
         return self.pack_column(buffer, seqs, self.host.rows_of(seqs), computed)
 
     def pack_column(self, buffer: Ints, seqs: ListLike[Sequence], rows: Index, computed: Index) -> Packed:
@@ -79,7 +79,7 @@ class StepPacking:
         """Write header and step pages of any step. ValueError: see `adapter.batch`."""
         host, count, limit = self.host, len(seqs), self.host.max_requests
         rows, new = host.rows_of(seqs), _token_counts(num_new_tokens, count)
-        computed = _computed(seqs)
+        computed = computed_of(seqs)
         lens = computed + new
         host.check_covered(seqs, rows, lens - 1, (lens - 1) // host.page_size)
         pages, page_starts = self._step_pages(rows, computed, lens)
@@ -132,7 +132,7 @@ class StepPacking:
         return count, None if fits else target
 
 
-def _computed(seqs: ListLike[Sequence]) -> Index:
+def computed_of(seqs: ListLike[Sequence]) -> Index:
     """Computed tokens of each, [B], read-only. Through `struct`: NumPy takes three times as long for a list."""
     return np.frombuffer(struct.pack(f"{len(seqs)}n", *[seq.num_computed_tokens for seq in seqs]), np.intp)
 

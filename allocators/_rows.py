@@ -181,6 +181,21 @@ class PageRows:
         self._last = list(seqs), rows
         return rows
 
+    def counts(self, rows: Index) -> Index:
+        """Pages in each of these rows."""
+        return self._counts[rows]
+
+    def settle(self, rows: Index, counts: Index, places: Index, pages: Ints) -> None:
+        """Write pages that the device has already, at places of the table row by row; `rows` have `counts` then."""
+        self._flat.put(places, pages)
+        self._counts[rows] = counts
+        self._most = max(self._most, int(counts.max()))
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether entries changed since `take_changes`."""
+        return bool(self._places or self._runs)
+
     def longest(self, rows: Index) -> int:
         """Most pages in one of these rows."""
         return int(self._counts[rows].max()) if len(rows) else 0

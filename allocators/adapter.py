@@ -41,12 +41,13 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-from kvarena.allocators._packing import MIN_STAGED_PAGES, Packed, StepPacking
-from kvarena.allocators._rows import PageRows, PageSource
+from kvarena.allocators._packing import MIN_STAGED_PAGES, Packed, StepPacking, computed_of
+from kvarena.allocators._rows import Index, PageRows, PageSource
+from kvarena.allocators._tail import DecodeTail
 from kvarena.allocators.decode_batch import StepReservation
 from kvarena.allocators.interface import AllocatorError, Commit, Reservation, Sequence
 from kvarena.kernels.page_table import PageTable
-from kvarena.kernels.step import StepBuffers, apply_step, gather_rows
+from kvarena.kernels.step import StepBuffers, apply_decode, apply_step, gather_rows
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -109,6 +110,9 @@ class _TableAdapter:
         self.max_batch_tokens = max(max_batch_tokens, max_requests)
         self.device = torch.device(device)
         self._views: dict[tuple[int, int], tuple[PageTable, Tensor, Tensor, Tensor]] = {}
+        self._ones = [1] * max_requests
+        self._tail: DecodeTail | None = None
+        self._decoded_rows: Index | None = None  # of the step before, where it was a decode step
         self._make_buffers(slots_by)
 
     def _make_buffers(self, slots_by: SlotsBy) -> None:
@@ -120,6 +124,7 @@ class _TableAdapter:
         self._table_entries = self.entries if gathered is None else gathered
         self._packing = StepPacking(self.host, tokens, gathered is not None)
         self._upload = _Upload(self._packing.capacity, self.device)
+        self._inbox = _Upload(3 * requests, self.device)
         positions, slots = (torch.zeros(tokens, dtype=torch.int64, device=self.device) for _ in range(2))
         packed = self._upload.device_buffer
         self._buffers = StepBuffers(
@@ -134,6 +139,7 @@ class _TableAdapter:
 
     def add(self, seq: Sequence) -> None:
         """Give a live sequence a row with all pages that it owns. ValueError: it has one, or no row is free."""
+        self._leave()
         self.host.add(seq)
 
     def update(self, change: Reservation | Commit) -> None:
@@ -141,14 +147,20 @@ class _TableAdapter:
 
         Costs O(pages that changed). Call it once for each, in order. ValueError: more pages than a row holds.
         """
+        self._leave()
         self.host.update(change)
 
     def update_all(self, changes: Iterable[Reservation | Commit]) -> None:
         """`update` for each result of one `reserve` or `commit` call."""
+        self._leave()
         self.host.update_all(changes)
 
     def update_step(self, step: StepReservation) -> None:
         """Note what a decode batch's step reserved; its sequences have rows. Costs a few array operations."""
+        if self._tail is not None:
+            if self._noted(self._tail, step):
+                return
+            self._leave()
         if step.one_page_each:
             self.host.append_each(self.host.rows_of(step.seqs), step.seqs, step.members, step.page_ids)
         else:
@@ -159,14 +171,17 @@ class _TableAdapter:
 
         A refused `reserve` under a sliding window is one (pages left behind go all the same), a swap in another.
         """
+        self._leave()
         self.host.refresh(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Drop the row of a sequence whose pages were released; nothing of it outlives a preemption."""
+        self._leave()
         self.host.remove(seq)
 
     def row(self, seq: Sequence) -> array[int]:
         """Page ids in the sequence's row, as the host knows them."""
+        self._leave()
         return self.host.pages(seq)
 
     def batch(
@@ -186,33 +201,65 @@ class _TableAdapter:
         """
         decode = self._packing.is_decode(seqs, num_new_tokens)
         num_tokens = len(seqs) if decode else sum(num_new_tokens)
-        size, tokens = self._padded_shape(len(seqs), num_tokens, pad_requests, pad_tokens)
-        buffer, packing = self._upload.host_buffer(), self._packing
+        shape = self._padded_shape(len(seqs), num_tokens, pad_requests, pad_tokens)
+        if self._tail is not None:
+            if decode and self._tail.seqs == seqs:
+                batch = self._decode_tail(self._tail, computed_of(seqs), shape)
+                if batch is not None:
+                    return batch
+            self._leave()
+        return self._full(seqs, num_new_tokens, decode, shape)
+
+    def _full(
+        self, seqs: ListLike[Sequence], num_new_tokens: ListLike[int], decode: bool, shape: tuple[int, int]
+    ) -> Batch:
+        """Any step, all of it sent. A decode step of the members of the step before begins a tail."""
+        buffer, packing, host = self._upload.host_buffer(), self._packing, self.host
         packed = packing.pack_decode(buffer, seqs) if decode else packing.pack(buffer, seqs, num_new_tokens)
-        return self._finish(buffer, packed, len(seqs), size, tokens)
+        self._send(buffer, packed, len(seqs), shape[1])
+        if decode and packed.rows is self._decoded_rows and isinstance(seqs, list):
+            self._tail = DecodeTail(host, seqs, packed.rows)
+        self._decoded_rows = packed.rows if decode else None
+        views = self._views.get(shape) or self._make_views(*shape)
+        return Batch(*views, len(seqs), packed.num_tokens, packed.longest_query, packed.longest)
 
     def decode(self, step: StepReservation, *, pad_requests: int | None = None, pad_tokens: int | None = None) -> Batch:
         """`update_step` and `batch` of a decode batch's step in one: each member computes one token.
 
-        Where the batch keeps its members' lengths as a column, no member is looked at: a few array operations, a copy,
-        one launch, whatever the number of members. Raises ValueError as both do.
+        Where the batch keeps its members' lengths as a column and they are those of the step before, no member is
+        looked at: a few array operations, a copy of three numbers a row, one launch. Raises ValueError as both do.
         """
-        seqs, computed = step.seqs, step.computed
-        if computed is None or not seqs or not step.one_page_each:
+        count, tail, computed = len(step.seqs), self._tail, step.computed
+        if tail is None or computed is None or not self._noted(tail, step):
             self.update_step(step)
-            return self.batch(seqs, [1] * len(seqs), pad_requests=pad_requests, pad_tokens=pad_tokens)
-        count = len(seqs)
-        size, tokens = self._padded_shape(count, count, pad_requests, pad_tokens)
-        rows = self.host.rows_of(seqs)
-        self.host.append_each(rows, seqs, step.members, step.page_ids)
-        buffer = self._upload.host_buffer()
-        packed = self._packing.pack_column(buffer, seqs, rows, computed)
-        return self._finish(buffer, packed, count, size, tokens)
+        else:
+            shape = self._padded_shape(count, count, pad_requests, pad_tokens)
+            batch = self._decode_tail(tail, computed, shape)
+            if batch is not None:
+                return batch
+        return self.batch(step.seqs, self._ones[:count], pad_requests=pad_requests, pad_tokens=pad_tokens)
 
-    def _finish(self, buffer: NDArray[np.int32], packed: Packed, count: int, size: int, tokens: int) -> Batch:
-        self._send(buffer, packed, count, tokens)
-        views = self._views.get((size, tokens)) or self._make_views(size, tokens)
-        return Batch(*views, count, packed.num_tokens, packed.longest_query, packed.longest)
+    def _noted(self, tail: DecodeTail, step: StepReservation) -> bool:
+        """Whether the tail could take what this step reserved."""
+        return tail.seqs == step.seqs and step.one_page_each and tail.note(step.members, step.page_ids)
+
+    def _decode_tail(self, tail: DecodeTail, computed: Index, shape: tuple[int, int]) -> Batch | None:
+        """A step of the tail's members at these positions; None where their pages do not reach so far."""
+        inbox, count = self._inbox, len(tail.rows)
+        longest = tail.pack(inbox.host_buffer(), computed)
+        if not longest:
+            return None
+        inbox.send(3 * self.max_requests)
+        apply_decode(self._buffers, inbox.device_buffer, count, shape[1])
+        return Batch(*(self._views.get(shape) or self._make_views(*shape)), count, count, 1, longest)
+
+    def _leave(self) -> None:
+        """Write the tail's steps into the host's rows, before anything else looks at them or changes them."""
+        tail, self._tail = self._tail, None
+        if tail is not None:
+            tail.settle()
+            if tail.noted is not None:
+                self.host.append_each(tail.rows, tail.seqs, *tail.noted)
 
     def _padded_shape(
         self, requests: int, tokens: int, pad_requests: int | None, pad_tokens: int | None
@@ -259,7 +306,12 @@ class _TableAdapter:
     def nbytes(self) -> dict[str, int]:
         """Device bytes by buffer: a part of what an allocator costs, beside the pool itself."""
         buffers = self._buffers
-        found = {"inbox": buffers.packed, "entries": self.entries, "gathered": buffers.gathered}
+        found = {
+            "inbox": buffers.packed,
+            "decode_inbox": self._inbox.device_buffer,
+            "entries": self.entries,
+            "gathered": buffers.gathered,
+        }
         found |= {"positions": buffers.positions, "slot_mapping": buffers.slots}
         return {name: t.numel() * t.element_size() for name, t in found.items() if t is not None}
 
@@ -269,6 +321,7 @@ class _TableAdapter:
         Raises AllocatorError. Changes that no batch has sent yet are sent first. Synchronises.
         """
         live = list(seqs)
+        self._leave()
         self.host.check(live)
         self._send_changes()
         if self.entries[0].any():

@@ -1,22 +1,25 @@
 """Packed pages on their way between device and host, piece by piece: one travels while another is packed.
 
 Copies run on the caller's stream, so that the first needs no event; packing of all pieces but the first runs on a
-stream beside it. Whatever a transfer needs is made once a stream and kept: a call costs a few launches.
+stream beside it. Kernels read page ids in pinned memory, where they are written. Whatever a transfer needs is made once
+a stream and kept: a call costs a few launches, of which few come before the first byte.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
+from kvarena.kernels._launch import Remembered
 from torch import Tensor
 
-SHORT_BYTES = 8 * 2**20  # of the piece that nothing overlaps: 0.15 ms of travel, in which the host prepares the rest
+SHORT_BYTES = 24 * 2**20  # of the piece that nothing overlaps: 0.45 ms of travel, in which the host prepares the rest
 STAGE_BYTES = 64 * 2**20  # of other pieces; two of them are kept on the device, no larger than needed
 
 # pack(ids, first, count, rows): launch what packs pages ids[first : first + count] into `rows`, or unpacks them, on the
-# current stream. `ids` is int32, on the device or in pinned memory, which kernels read too.
+# current stream. `ids` is int32, in pinned memory.
 Pack = Callable[[Tensor, int, int, Tensor], None]
 # checked(piece): the ids of some rows, int64 on the host; raises ValueError for one that is none of the pool
 Checked = Callable[[slice], Tensor]
@@ -33,16 +36,14 @@ def _pieces(num_pages: int, page_bytes: int) -> list[slice]:
 
 
 class _Ids:
-    """Page ids as int32, in pinned buffers that take turns (a list stays until it was read) and on the device."""
+    """Page ids as int32 in pinned buffers that take turns: a list stays until it was read."""
 
     TURNS = 4
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._pinned: list[Tensor] = [torch.empty(0, dtype=torch.int32)] * self.TURNS
         self._arrays = [held.numpy() for held in self._pinned]
         self._read = [torch.cuda.Event() for _ in range(self.TURNS)]
-        self._on_device = torch.empty(0, dtype=torch.int32)
         self._turn = 0
 
     def begin(self, count: int) -> Tensor:
@@ -57,14 +58,6 @@ class _Ids:
     def put(self, piece: slice, ids: Tensor) -> None:
         """Write a piece of the list."""
         self._arrays[self._turn][piece] = ids.numpy()  # numpy: torch would wake its threads
-
-    def upload(self, count: int) -> Tensor:
-        """The list on the device. Whoever read the last one has been waited for, see `_Lane`."""
-        held = self._pinned[self._turn]
-        if len(self._on_device) < count:
-            self._on_device = torch.empty(len(held), dtype=torch.int32, device=self._device)
-        self._on_device[:count].copy_(held[:count], non_blocking=True)
-        return self._on_device
 
     def done(self, stream: torch.cuda.Stream) -> None:
         """`stream` has waited for all that reads the list."""
@@ -84,6 +77,13 @@ class _Beside:
         torch.cuda.set_stream(self.main)
 
 
+class _Plan(NamedTuple):
+    """The pieces of one size of transfer, and scratch memory for each, uint8 [rows, bytes a page]."""
+
+    pieces: list[slice]
+    stages: list[Tensor]
+
+
 class _Lane:
     """What transfers of one stream share: the stream beside it, events, ids, scratch memory for two pieces.
 
@@ -96,18 +96,28 @@ class _Lane:
         self.begun = torch.cuda.Event()
         self.packed = (torch.cuda.Event(), torch.cuda.Event())
         self.moved = (torch.cuda.Event(), torch.cuda.Event())
-        self.ids = _Ids(main.device)
+        self.ids = _Ids()
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * 2
-        self._sizes = [0, 0]
+        self._plans = Remembered(64)
 
-    def stages(self, pieces: list[slice], width: int) -> list[Tensor]:
-        """Scratch for pieces of rows of `width` bytes, uint8: even pieces the first, odd ones the second."""
-        for i, piece in enumerate(pieces[:4]):  # the longest of either are among them
-            size = (piece.stop - piece.start) * width
-            if self._sizes[i % 2] < size:
-                self._scratch[i % 2] = torch.empty(size, dtype=torch.uint8, device=self.main.device)
-                self._sizes[i % 2] = size
-        return self._scratch
+    def plan(self, rows: Tensor, backwards: bool) -> _Plan:
+        """How `rows`, uint8 [n, bytes a page], travel; backwards: the short piece last."""
+        key = (*rows.shape, backwards)
+        found: _Plan | None = self._plans.get(key)
+        if found is None:
+            pieces = _pieces(*rows.shape)[:: -1 if backwards else 1]
+            found = self._plans[key] = _Plan(pieces, self._stages(pieces, rows.shape[1]))
+        return found
+
+    def _stages(self, pieces: list[slice], width: int) -> list[Tensor]:
+        """Scratch for pieces of rows of `width` bytes: even pieces share the first half, odd ones the second."""
+        for half in (0, 1):
+            size = max((piece.stop - piece.start for piece in pieces[half::2]), default=0) * width
+            if len(self._scratch[half]) < size:
+                self._scratch[half] = torch.empty(size, dtype=torch.uint8, device=self.main.device)
+                self._plans.clear()  # they name the memory that was
+        counts = [piece.stop - piece.start for piece in pieces]
+        return [self._scratch[i % 2][: count * width].view(count, width) for i, count in enumerate(counts)]
 
 
 _lanes: dict[tuple[torch.device, int], _Lane] = {}
@@ -121,40 +131,33 @@ def _lane(device: torch.device) -> _Lane:
     return found
 
 
-def _pair(packed: Tensor, scratch: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
-    """The rows of a piece in host memory, and as many bytes of scratch memory; both flat."""
-    width = packed.shape[1]
-    start, stop = piece.start * width, piece.stop * width
-    return packed.view(-1)[start:stop], scratch[: stop - start]
-
-
 def send(out: Tensor, device: torch.device, checked: Checked, pack: Pack) -> None:
     """Pack pages of `device` and copy them to `out` [n, bytes a page] in host memory.
 
     Ids of the first piece are checked before it goes, the others while it travels.
     """
     lane, count = _lane(device), out.shape[0]
-    main, side, pieces = lane.main, lane.side, _pieces(*out.shape)
+    main, side, (pieces, stages) = lane.main, lane.side, lane.plan(out, backwards=False)
     first = pieces[0]
-    listed, stages = lane.ids.begin(count), lane.stages(pieces, out.shape[1])
+    listed = lane.ids.begin(count)
     lane.ids.put(first, checked(first))
-    pack(listed, 0, first.stop, stages[0])  # ids from pinned memory: sooner than to copy them first
+    pack(listed, 0, first.stop, stages[0])
     if len(pieces) > 1:
         lane.begun.record(main)
     try:
-        for i, piece in enumerate(pieces):
+        out[first].copy_(stages[0], non_blocking=True)
+        if len(pieces) > 2:
+            lane.moved[0].record(main)
+        for i, piece in enumerate(pieces[1:], 1):
             if i == 1:
                 rest = slice(first.stop, count)
                 lane.ids.put(rest, checked(rest))
-            if i > 0:
-                with lane.beside:
-                    side.wait_event(lane.begun if i == 1 else lane.moved[i % 2])
-                    listed = lane.ids.upload(count) if i == 1 else listed
-                    pack(listed, piece.start, piece.stop - piece.start, stages[i % 2])
-                lane.packed[i % 2].record(side)
-                main.wait_event(lane.packed[i % 2])
-            rows, stage = _pair(out, stages[i % 2], piece)
-            rows.copy_(stage, non_blocking=True)
+            with lane.beside:
+                side.wait_event(lane.begun if i == 1 else lane.moved[i % 2])
+                pack(listed, piece.start, piece.stop - piece.start, stages[i])
+            lane.packed[i % 2].record(side)
+            main.wait_event(lane.packed[i % 2])
+            out[piece].copy_(stages[i], non_blocking=True)
             if i + 2 < len(pieces):
                 lane.moved[i % 2].record(main)
     finally:
@@ -168,23 +171,20 @@ def fetch(packed: Tensor, device: torch.device, checked: Checked, unpack: Pack) 
     comes last.
     """
     lane, count = _lane(device), packed.shape[0]
-    main, side, pieces = lane.main, lane.side, _pieces(*packed.shape)[::-1]
-    stages = lane.stages(pieces, packed.shape[1])
+    main, side, (pieces, stages) = lane.main, lane.side, lane.plan(packed, backwards=True)
     for i, piece in enumerate(pieces):
-        rows, stage = _pair(packed, stages[i % 2], piece)
         if i >= 2:
             main.wait_event(lane.packed[i % 2])
-        stage.copy_(rows, non_blocking=True)
+        stages[i].copy_(packed[piece], non_blocking=True)
+        lane.moved[i % 2].record(main)
         if i == 0:
             whole = slice(0, count)
             ids = checked(whole)
-            lane.ids.begin(count)
+            listed = lane.ids.begin(count)
             lane.ids.put(whole, ids)
-            listed = lane.ids.upload(count)  # on this stream: beside it, ids could queue behind the second piece
-        lane.moved[i % 2].record(main)
         with lane.beside:
             side.wait_event(lane.moved[i % 2])
-            unpack(listed, piece.start, piece.stop - piece.start, stages[i % 2])
+            unpack(listed, piece.start, piece.stop - piece.start, stages[i])
         lane.packed[i % 2].record(side)
     main.wait_event(lane.packed[(len(pieces) - 1) % 2])
     lane.ids.done(main)

@@ -10,6 +10,12 @@ and for a gathered table the place of the row in the batch (-1: it has none).
 
 Programs 0 .. B - 1 write positions and slots of a request's new tokens, program B those of the padding behind them,
 further programs the changed entries.
+
+A decode step of the same rows as the step before needs less (`apply_decode`): three numbers a request, in a buffer of
+their own. A lane does all of a request: it writes the new page, if there is one, and takes the page of the new token
+from it or from the entries, which nobody else writes in this launch.
+
+    computed [R] | new page or -1 [R] | its column [R]
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from torch import Tensor
 
 BLOCK = 256
 MAX_CHUNKS = 32  # programs that share one request's tokens
+LANES = 32  # requests of a program of a decode step
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_out", "num_changes", "changes_at"])
@@ -81,6 +88,45 @@ def _step_kernel(
             tl.store(gathered_ptr + place * gathered_stride + column, page, mask=m_e & (place >= 0))
 
 
+@triton.jit(do_not_specialize=["num_requests", "num_out"])
+def _decode_step_kernel(
+    inbox_ptr,
+    packed_ptr,
+    entries_ptr,
+    gathered_ptr,
+    positions_ptr,
+    slots_ptr,
+    entries_stride,
+    gathered_stride,
+    num_requests,
+    num_out,
+    R: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    EXPAND: tl.constexpr,
+    GATHERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Lanes behind the batch's requests write padding: position 0, slot -1."""
+    o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = o_b < num_requests
+    p = tl.load(inbox_ptr + o_b, mask=real, other=0)  # [BLOCK]
+    new = tl.load(inbox_ptr + R + o_b, mask=real, other=-1)
+    m_new = new >= 0
+    at = tl.load(inbox_ptr + 2 * R + o_b, mask=m_new, other=-1)
+    row = tl.load(packed_ptr + o_b, mask=real, other=0).to(tl.int64)
+    column = p // PAGE_SIZE
+    p_row = entries_ptr + row * entries_stride
+    held = tl.load(p_row + column * EXPAND, mask=real & (at != column), other=0) // EXPAND
+    page = tl.where(at == column, new, held).to(tl.int64)
+    tl.store(slots_ptr + o_b, tl.where(real, page * PAGE_SIZE + p % PAGE_SIZE, -1), mask=o_b < num_out)
+    tl.store(positions_ptr + o_b, p.to(tl.int64), mask=o_b < num_out)
+    tl.store(packed_ptr + R + o_b, p + 1, mask=real)  # seq_lens
+    for inside in range(EXPAND):
+        tl.store(p_row + at * EXPAND + inside, new * EXPAND + inside, mask=m_new)
+    if GATHERED:
+        tl.store(gathered_ptr + o_b.to(tl.int64) * gathered_stride + at, new, mask=m_new)
+
+
 @triton.jit(do_not_specialize=["num_requests", "num_columns"])
 def _gather_kernel(
     rows_ptr, entries_ptr, gathered_ptr, entries_stride, gathered_stride, num_requests, num_columns, BLOCK: tl.constexpr
@@ -121,6 +167,7 @@ class StepBuffers:
     slots_by: Literal["triton", "torch", "nobody"] = "triton"
     _step: Launch = field(init=False, repr=False, compare=False)
     _gather: Launch = field(init=False, repr=False, compare=False)
+    _decode: Launch = field(init=False, repr=False, compare=False)
     _fixed: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # tensors and strides of every step
 
     def __post_init__(self) -> None:
@@ -147,6 +194,8 @@ class StepBuffers:
         strides = (self.entries.stride(0), second.stride(0))
         object.__setattr__(self, "_fixed", (tensors, strides))
         object.__setattr__(self, "_step", Launch(_step_kernel, (1, 1, 1), (), constants))
+        decode = constants | {"BLOCK": LANES, "num_warps": 1}
+        object.__setattr__(self, "_decode", Launch(_decode_step_kernel, (1, 1, 1), (), decode))
         gather = {"BLOCK": BLOCK, "num_warps": 4}
         object.__setattr__(self, "_gather", Launch(_gather_kernel, (1, 1, 1), (), gather))
 
@@ -189,6 +238,22 @@ def apply_step(
     buffers._step(tensors, (programs, chunks, 1), (*strides, num_requests, num_out, num_changes, changes_at))
 
 
+def apply_decode(buffers: StepBuffers, inbox: Tensor, num_requests: int, num_out: int) -> None:
+    """Carry out a decode step of the rows that the last step had: one new token each, one new page at most.
+
+    inbox    int32 [3 R], as the module says; columns where there is no new page are not read
+    num_out  positions and slots to write, padding included
+
+    seq_lens in `packed` are raised to computed + 1. Cost: one launch, nothing is checked, allocated or waited for.
+    """
+    if buffers.slots_by == "torch":
+        _decode_by_torch(buffers, inbox, num_requests, num_out)
+    elif buffers.slots_by == "triton":
+        tensors, strides = buffers._fixed
+        programs = ceil_div(max(num_requests, num_out), LANES)
+        buffers._decode((inbox, *tensors[1:]), (programs, 1, 1), (*strides, num_requests, num_out))
+
+
 def gather_rows(buffers: StepBuffers, num_requests: int, num_columns: int, num_filled: int) -> None:
     """Copy the first `num_columns` entries of the step's rows to `gathered`, and clear its rows up to `num_filled`.
 
@@ -210,6 +275,21 @@ def gather_rows(buffers: StepBuffers, num_requests: int, num_columns: int, num_f
         return
     numbers = (*buffers._fixed[1], num_requests, num_columns)
     buffers._gather((buffers.packed, entries, gathered), grid, numbers)
+
+
+def _decode_by_torch(buffers: StepBuffers, inbox: Tensor, num_requests: int, num_out: int) -> None:
+    size, expand, limit = buffers.page_size, buffers.expand, buffers.max_requests
+    computed, new, at = inbox.view(3, limit)[:, :num_requests]
+    rows = buffers.packed[:num_requests]
+    fresh = (new >= 0).nonzero().flatten()
+    place = fresh.to(torch.int32)
+    _scatter_by_torch(buffers, torch.stack([rows[fresh], at[fresh], new[fresh], place]))
+    pages = buffers.entries[rows.long(), (computed // size).long() * expand].long() // expand
+    buffers.positions[:num_out] = 0
+    buffers.slots[:num_out] = -1
+    buffers.positions[:num_requests] = computed
+    buffers.slots[:num_requests] = pages * size + computed % size
+    buffers.packed[limit : limit + num_requests] = computed + 1
 
 
 def _apply_by_torch(

@@ -1,16 +1,19 @@
 """What a step through an adapter costs on a card: the host's time to enqueue it, the device's time to carry it out.
 
-The host cell `adapter` of `memory_cells.py` is a decode step of 256 requests in which no page changes; here every
-request gets a page (page size 1), and a prompt of 8,192 tokens arrives. `must` of all of them: 60 us of the host for
-the decode steps, 5 us of the device.
+Decode steps of 256 requests in which no page changes (page size 16), and in which every request gets one (page size 1):
+`decode` by the verb for a decode batch, which reads the batch's column of lengths; `lists` by the verbs for any batch,
+`update_step` and `batch`, which read every sequence; `floor` is what no way can leave out, the copy and the launch.
+And a prompt of 8,192 tokens arrives. `must` of decode steps, both ways: 60 us of the host, 5 us of the device.
 """
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from kvarena.allocators.decode_batch import StepReservation
 from kvarena.allocators.interface import Reservation, Sequence
@@ -52,8 +55,10 @@ def adapter_rows() -> Iterator[dict[str, Any]]:
 
 
 def _host_calls(kind: str) -> Iterator[tuple[str, int, Callable[[], object]]]:
-    yield "decode", 16, _decode(kind, 16)
-    yield "decode_new_pages", 1, _decode(kind, 1)
+    for page_size, pages in ((16, ""), (1, "_new_pages")):
+        yield f"decode{pages}", page_size, _decode(kind, page_size, at_once=True)
+        yield f"lists{pages}", page_size, _decode(kind, page_size, at_once=False)
+    yield "floor", 16, _floor(kind, 16)
     yield "prefill", 16, _prefill(kind, 16)
 
 
@@ -64,19 +69,33 @@ def _adapter(kind: str, source: _Pages, max_tokens: int) -> Any:
     return make(source, max_requests=REQUESTS, max_tokens=max_tokens, device=DEVICE)
 
 
-def _decode(kind: str, page_size: int) -> Callable[[], object]:
+def _decode(kind: str, page_size: int, at_once: bool) -> Callable[[], object]:
     """A decode step of 256 requests; at page size 1 each of them gets a page."""
-    adapter = _adapter(kind, _Pages(page_size, 1024), 4096)
+    adapter = _adapter(kind, _Pages(page_size, 1024), 8192)
     seqs = [Sequence(str(number), [1] * 1024) for number in range(REQUESTS)]
     for seq in seqs:
         adapter.add(seq)
         seq.num_computed_tokens = 1000
     ones, taken = [1] * REQUESTS, REQUESTS if page_size == 1 else 0
     reserved = StepReservation(seqs, range(taken), array("i", range(1, taken + 1)))
+    reserved.computed = np.full(REQUESTS, 1000, dtype=np.intp)
 
     def step() -> None:
         adapter.update_step(reserved)
         adapter.batch(seqs, ones)
+
+    return functools.partial(adapter.decode, reserved) if at_once else step
+
+
+def _floor(kind: str, page_size: int) -> Callable[[], object]:
+    """One copy of a step's numbers and one launch over them, which are not written anew."""
+    adapter = _adapter(kind, _Pages(page_size, 1024), 8192)
+    size = 4 * REQUESTS + 2 + REQUESTS
+
+    def step() -> None:
+        adapter._upload.host_buffer()
+        adapter._upload.send(size)
+        apply_step(adapter._buffers, REQUESTS, REQUESTS, 1, 0, size)
 
     return step
 

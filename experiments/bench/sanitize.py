@@ -15,9 +15,14 @@ import re
 import shutil
 import subprocess
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy as np
+from kvarena.allocators.decode_batch import StepReservation
+from kvarena.allocators.interface import Sequence
 
 SEED = 7
 TIMEOUT_S = 240
@@ -146,12 +151,59 @@ def _calls() -> tuple[dict[str, Callable[[], object]], dict[str, Callable[[], ob
     starts = torch.tensor([0, 9, 9, 20], dtype=torch.int32, device="cuda")
     positions, mapping = torch.arange(20, device="cuda"), torch.empty(23, dtype=torch.int64, device="cuda")
     plain["slots"] = lambda: compute_slot_mapping(draw.table, starts, positions, mapping)
+    for table in ("block table", "req to token"):
+        plain[f"adapter {table}"] = _adapter_steps(table)
     out, lse = torch.randn(37, 8, 128, device="cuda"), torch.randn(37, 8, device="cuda")
     plain["merge"] = lambda: merge_states(out, lse, out, lse)
     gluon: dict[str, Callable[[], object]] = {}
     if extend_gluon.runs_on(torch.device("cuda")):
         gluon = {f"extend page {page}, Gluon": attention("extend-gluon", page) for page in (1, 16, 64)}
     return plain, gluon
+
+
+class _Grown:
+    """A page source whose rows grow as told."""
+
+    page_size, num_pages = 4, 10_000
+
+    def __init__(self, seqs: list[Sequence]) -> None:
+        self.rows = {seq.request_id: array("i", [10 * place + 1, 10 * place + 2]) for place, seq in enumerate(seqs)}
+
+    def page_ids(self, seq: Sequence) -> array[int]:
+        return self.rows[seq.request_id][:]
+
+    def step(self, seqs: list[Sequence], members: list[int]) -> StepReservation:
+        """A decode step in which these members get a page."""
+        pages = array("i", [5000 + sum(len(row) for row in self.rows.values()) + member for member in members])
+        for member, page in zip(members, pages, strict=True):
+            self.rows[seqs[member].request_id].append(page)
+        computed = np.array([seq.num_computed_tokens for seq in seqs], dtype=np.intp)
+        return StepReservation(seqs, members, pages, computed=computed)
+
+
+def _adapter_steps(table: str) -> Callable[[], object]:
+    """Steps of any kind through an adapter, decode steps with and without new pages; then its check of all rows."""
+    from kvarena.allocators.adapter import BlockTableAdapter, ReqToTokenAdapter
+
+    make = BlockTableAdapter if table == "block table" else ReqToTokenAdapter
+
+    def steps() -> None:
+        seqs = [Sequence(str(number), [1] * 5) for number in range(70)]
+        source = _Grown(seqs)
+        adapter = make(source, max_requests=72, max_tokens=40, max_batch_tokens=700, device="cuda")
+        for seq in seqs:
+            adapter.add(seq)
+        adapter.batch(seqs, [7] * 70, pad_requests=72, pad_tokens=600)
+        for number in range(9):
+            for seq in seqs:
+                seq.num_computed_tokens = 7 + number
+            full = (7 + number) % 4 == 0  # all of them need a page
+            members = range(70) if full else range(number % 3, 70, 4)
+            adapter.decode(source.step(seqs, list(members)), pad_requests=72, pad_tokens=72)
+        adapter.batch(seqs[::-2], [0] * 35)
+        adapter.check(seqs)
+
+    return steps
 
 
 def main(kernels: str) -> int:

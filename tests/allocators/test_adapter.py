@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="adapters need torch")
 
+from kvarena.allocators._tail import MOST_STEPS  # noqa: E402
 from kvarena.allocators.adapter import MIN_STAGED_PAGES, BlockTableAdapter, ReqToTokenAdapter  # noqa: E402
 from kvarena.allocators.config import make_allocator  # noqa: E402
 from kvarena.allocators.interface import AllocatorError, Commit, Release, Reservation, Sequence  # noqa: E402
@@ -280,7 +281,7 @@ def test_a_decode_batch_tells_all_its_pages_in_one_call(spec, kind):
 
 def with_a_batch(spec, kind, page_size, lens, **options):
     """An adapter over live sequences of these lengths, and their decode batch."""
-    pool = make_allocator({"kind": spec, "page_size": page_size}, num_pages=400 // page_size)
+    pool = make_allocator({"kind": spec, "page_size": page_size}, num_pages=1200 // page_size)
     adapter = adapter_over(kind, pool, max_requests=8, **options)
     seqs = [Sequence(f"r{i}", [i] * length) for i, length in enumerate(lens)]
     for seq in seqs:
@@ -321,6 +322,48 @@ def test_decode_gives_what_update_step_and_batch_give(spec, page_size, kind):
                 adapter.update_all(pool.reserve([(seqs[1], 9)]))
     for _, adapter, seqs, _ in sides:
         adapter.check(seqs)
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("way", ["decode", "update_step and batch"])
+def test_steps_of_the_same_members_send_three_numbers_a_row(way, page_size, kind):
+    """From the third step on; rows are written behind, and read right whoever asks for them whenever."""
+    pool, adapter, seqs, steps = with_a_batch("token", kind, page_size, [3, 9, 4, 1], max_tokens=200)
+    whole, short = [], []
+    for upload, sent in ((adapter._upload, whole), (adapter._inbox, short)):
+        upload.send = lambda count, sent=sent, send=upload.send: sent.append(count) or send(count)
+    for number in range(2 * MOST_STEPS):
+        step = steps.reserve()
+        if way == "decode":
+            adapter.decode(step)
+        else:
+            adapter.update_step(step)
+            adapter.batch(seqs, [1] * 4)
+        steps.commit()
+        if number in (20, 21, 2 * MOST_STEPS - 40):
+            assert [adapter.row(seq) for seq in seqs] == [pool.page_ids(seq) for seq in seqs]
+    adapter.check(seqs)
+    assert len(whole) <= 2 + 4  # after each reading one whole step or two
+    assert short == [3 * 8] * (2 * MOST_STEPS - len(whole))
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_a_page_told_between_two_steps_of_the_same_members_arrives(kind):
+    """Twice before a step, for one member, and by a list: the step behind has every page."""
+    pool, adapter, seqs, steps = with_a_batch("token", kind, 1, [3, 5])
+    for _ in range(3):
+        adapter.decode(steps.reserve())
+        steps.commit()
+    first = steps.reserve()
+    adapter.update_step(first)
+    adapter.update_all(pool.reserve([(seqs[0], 2)]))
+    batch = adapter.batch(seqs, [1, 1])
+    assert batch.slot_mapping.tolist() == [pool.page_ids(seq)[seq.num_computed_tokens] for seq in seqs]
+    steps.commit()
+    adapter.check(seqs)
+    adapter.decode(steps.reserve())
+    adapter.check(seqs)
 
 
 @pytest.mark.parametrize("spec", ["block", "token"])

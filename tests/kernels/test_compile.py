@@ -21,6 +21,7 @@ KERNELS = {
     "_slots_kernel",
     "_step_kernel",
     "_gather_kernel",
+    "_decode_step_kernel",
     "_merge_kernel",
     "_decode_kernel",
     "_combine_kernel",

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from kvarena.kernels.step import BLOCK, StepBuffers, apply_step, gather_rows
+from kvarena.kernels.step import BLOCK, LANES, StepBuffers, apply_decode, apply_step, gather_rows
 from support.attention import CUDA, DEVICE
 
 R, COLUMNS, TOKENS = 5, 9, 64
@@ -179,3 +179,61 @@ def test_the_benchmark_calls_run_and_write_what_they_time(monkeypatch: pytest.Mo
     assert len(calls) == 10
     for _, call in calls:
         call()
+
+
+@pytest.mark.parametrize("slots_by", WAYS)
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_a_decode_step_appends_pages_and_names_slots(page_size: int, gathers: bool, slots_by: str) -> None:
+    """New pages for some, at the new token's column or behind it; what lies beyond the batch stays."""
+    rng = random.Random(page_size)
+    for _ in range(12):
+        buffers = make_buffers(page_size, gathers, slots_by)
+        count, expand = rng.randint(0, R), buffers.expand
+        rows = rng.sample(range(1, R + 1), count)
+        buffers.packed[:count] = torch.tensor(rows, dtype=torch.int32)
+        computed = [rng.randrange((COLUMNS - 1) * page_size) for _ in rows]
+        columns = [p // page_size + rng.randint(0, 1) for p in computed]
+        new = [rng.choice([-1, rng.randint(1, 9999)]) for _ in rows]
+        held = [rng.randint(1, 9999) for _ in rows]
+        for row, p, page in zip(rows, computed, held, strict=True):
+            first = p // page_size * expand
+            buffers.entries[row, first : first + expand] = page * expand + torch.arange(expand)
+        wanted, gathered = buffers.entries.clone(), None if buffers.gathered is None else buffers.gathered.clone()
+        for b, (row, column, page) in enumerate(zip(rows, columns, new, strict=True)):
+            if page >= 0:
+                wanted[row, column * expand : (column + 1) * expand] = page * expand + torch.arange(expand)
+                if gathered is not None:
+                    gathered[b, column] = page
+        inbox = torch.full((3 * R,), -5, dtype=torch.int32)  # columns without a new page may hold anything
+        for at, numbers in enumerate((computed, new, [c if n >= 0 else -5 for c, n in zip(columns, new, strict=True)])):
+            inbox[at * R : at * R + count] = torch.tensor(numbers, dtype=torch.int32)
+        num_out = count + rng.choice([0, 3])
+        apply_decode(buffers, inbox.to(DEVICE), count, num_out)
+        pages = [
+            n if n >= 0 and c == p // page_size else old
+            for n, c, p, old in zip(new, columns, computed, held, strict=True)
+        ]
+        slots = [page * page_size + p % page_size for page, p in zip(pages, computed, strict=True)]
+        assert buffers.slots[:num_out].tolist() == slots + [-1] * (num_out - count)
+        assert buffers.positions[:num_out].tolist() == computed + [0] * (num_out - count)
+        assert buffers.packed[R : 2 * R].tolist() == [p + 1 for p in computed] + [77] * (R - count)
+        assert set(buffers.slots[num_out:].tolist()) == set(buffers.positions[num_out:].tolist()) == {77}
+        assert torch.equal(buffers.entries, wanted)
+        assert gathered is None or torch.equal(buffers.gathered, gathered)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("slots_by", WAYS)
+def test_a_decode_step_of_more_requests_than_a_program_has_lanes(slots_by: str) -> None:
+    count = 2 * LANES + 5
+    packed = torch.zeros(2 * count, dtype=torch.int32, device=DEVICE)
+    packed[:count] = torch.arange(count, 0, -1)
+    entries = torch.zeros(count + 1, 4, dtype=torch.int32, device=DEVICE)
+    long = [torch.full((count + 7,), 77, dtype=torch.int64, device=DEVICE) for _ in range(2)]
+    buffers = StepBuffers(packed, entries, torch.zeros_like(entries[1:]), *long, count, 4, 1, slots_by)  # type: ignore[arg-type]
+    inbox = torch.arange(3 * count, dtype=torch.int32, device=DEVICE)
+    inbox[:count], inbox[2 * count :] = 5, 1
+    apply_decode(buffers, inbox, count, count + 7)
+    assert buffers.slots.tolist() == [4 * (count + b) + 1 for b in range(count)] + [-1] * 7
+    assert buffers.gathered[:, 1].tolist() == list(range(count, 2 * count))  # type: ignore[index]
+    assert entries[1:, 1].tolist() == list(range(2 * count - 1, count - 1, -1))

@@ -25,7 +25,7 @@ from kvarena.kernels.merge import merge_states
 from kvarena.kernels.page_table import PageTable
 from kvarena.kernels.pool import KVPool
 from kvarena.kernels.slots import compute_slot_mapping
-from kvarena.kernels.step import StepBuffers, apply_step, gather_rows
+from kvarena.kernels.step import StepBuffers, apply_decode, apply_step, gather_rows
 from kvarena.kernels.store import store_kv
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
@@ -167,6 +167,7 @@ def other_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         numbers = (torch.zeros(512, dtype=torch.int64) for _ in range(2))
         step = StepBuffers(packed, entries, gathered, *numbers, 4, size, expand)
         yield f"step-S{size}-{expand}", lambda s=step: apply_step(s, 3, 8, 1, 2, 40)
+        yield f"step-decode-S{size}-{expand}", lambda s=step: apply_decode(s, s.packed[:12], 3, 4)
         if expand == 1:
             yield f"step-gather-S{size}", lambda s=step: gather_rows(s, 3, 8, 4)
     out, lse = torch.zeros((4, 32, 128), dtype=BF16), torch.zeros((4, 32))
