@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -31,8 +32,9 @@ EXIT_CODES = """Exit codes:\n
 1 something differs or failed, or a disk did\n
 2 a bad argument, config or file\n
 3 verify: there was nothing to compare with\n
-130 interrupted\n
-141 the reader of the output went away"""
+130 interrupted; what is finished is kept\n
+141 the reader of the output went away\n
+143 ended by SIGTERM; what is finished is kept"""
 
 app = typer.Typer(
     name="kvarena",
@@ -48,9 +50,10 @@ app.add_typer(verify_app)
 
 
 def run() -> None:
-    """Entry point. One clear line and exit code 2 for a bad argument or file, 1 for a failing disk; 130 for Ctrl-C,
-    141 for a closed pipe."""
+    """Entry point. One clear line and exit code 2 for a bad argument or file, 1 for a failing disk; 130 for Ctrl-C, 143
+    for SIGTERM, 141 for a closed pipe."""
     _ready_streams()
+    signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("MPLBACKEND", "agg")  # commands write files; in a notebook the user's backend stays
     try:
         app()
@@ -59,30 +62,48 @@ def run() -> None:
         if isinstance(done.__context__, BrokenPipeError):
             raise SystemExit(141) from None
         if done.code == 130:  # Typer ends so on Ctrl-C, without a word
-            _say_interrupted(done.__context__)
+            raise SystemExit(_say_interrupted(done.__context__)) from None
         raise
     except ValueError as error:
-        print(f"kvarena: {error}", file=sys.stderr)
+        _say(f"kvarena: {error}")
         raise SystemExit(2) from None
     except BrokenPipeError:
         # The reader of a pipe went away (`| head`); what is left in stdout's buffer has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
     except OSError as error:
-        print(f"kvarena: {error}", file=sys.stderr)
+        _say(f"kvarena: {error}")
         raise SystemExit(1) from None
     except KeyboardInterrupt as stop:
-        _say_interrupted(stop)
-        raise SystemExit(130) from None
+        raise SystemExit(_say_interrupted(stop)) from None
 
 
-def _say_interrupted(error: BaseException | None) -> None:
-    """One line, with what the command said of what it kept."""
-    kept = ""
-    while error is not None and not kept:
-        kept = f"; {error}" if isinstance(error, KeyboardInterrupt) and str(error) else ""
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which batch systems send before they kill: commands end as on Ctrl-C."""
+
+
+def _terminate(number: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process at once
+    raise Terminated
+
+
+def _say_interrupted(error: BaseException | None) -> int:
+    """One line, with what the command said of what it kept; returns the exit code."""
+    kept, code = "", 130
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt) and str(error) and not kept:
+            kept = f"; {error}"
+        code = 143 if isinstance(error, Terminated) else code
         error = error.__context__
-    print(f"kvarena: interrupted{kept}", file=sys.stderr)
+    _say(f"kvarena: {'interrupted' if code == 130 else 'terminated'}{kept}")
+    return code
+
+
+def _say(text: str) -> None:
+    """On stderr, line by line; what a name from a file would tell the terminal to do is shown and not done."""
+    from kvarena.experiments.style import printable
+
+    print("\n  ".join(map(printable, text.split("\n"))), file=sys.stderr)
 
 
 def _ready_streams() -> None:

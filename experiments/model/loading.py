@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,25 @@ def load_smollm2() -> Any:
 
     folder, options = _file()
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    with _without_bar():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
     return model.eval()
+
+
+@contextmanager
+def _without_bar() -> Iterator[None]:
+    """transformers shows how far it is with converting a GGUF file, whatever its own switch says."""
+    from transformers import modeling_gguf_pytorch_utils as converting
+
+    shown = getattr(converting, "tqdm", None)
+    if shown is None:
+        yield
+        return
+    converting.tqdm = functools.partial(shown, disable=True)
+    try:
+        yield
+    finally:
+        converting.tqdm = shown
 
 
 @functools.cache

@@ -131,5 +131,5 @@ def test_what_json_cannot_say_is_null(capsys):
 def test_the_version_and_the_exit_codes_are_told():
     assert invoke("--version").stdout == f"kvarena {kvarena.__version__}\n"
     shown = invoke("--help").stdout
-    for code in (0, 1, 2, 3, 130, 141):
+    for code in (0, 1, 2, 3, 130, 141, 143):
         assert re.search(rf"^ *{code} ", shown, re.MULTILINE), code

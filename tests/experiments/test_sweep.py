@@ -250,15 +250,22 @@ def test_what_a_killed_sweep_left_half_is_cleared(undisturbed, tmp_path):
     assert written(out) == written(done.path)
 
 
-def test_interrupt_exits_130_and_keeps_what_is_finished(undisturbed, tmp_path):
+@pytest.mark.parametrize(
+    ("send", "number", "code"),
+    [(os.killpg, signal.SIGINT, 130), (os.killpg, signal.SIGTERM, 143), (os.kill, signal.SIGTERM, 143)],
+    ids=["ctrl-c", "sigterm-group", "sigterm"],
+)
+def test_an_interrupt_says_so_in_one_line_and_keeps_what_is_finished(undisturbed, tmp_path, send, number, code):
     config, done = undisturbed
     out = tmp_path / "out"
     process = start("sweep", config, "--out", out, "--jobs", 2, "--quiet")
     wait_for(lambda: len(finished(out)) >= 2)
-    os.killpg(process.pid, signal.SIGINT)
+    send(process.pid, number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in errors
+    assert process.returncode == code
+    (said,) = errors.splitlines()
+    assert said.startswith(f"kvarena: {'interrupted' if code == 130 else 'terminated'}; ")
+    assert "the same command goes on from there" in said
     wait_for(lambda: group_is_gone(process.pid), 20)
     kept = open_sweep(out)
     states = [cell["state"] for cell in kept.cells]

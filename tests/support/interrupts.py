@@ -43,18 +43,21 @@ def stop() -> None:
     raise KeyboardInterrupt
 
 
-def interrupted(*arguments: str, at: str, call: int) -> subprocess.CompletedProcess[str]:
-    """Run `kvarena ARGUMENTS` in a process of its own that gets SIGINT at that call of that function."""
+def interrupted(
+    *arguments: str, at: str, call: int, by: signal.Signals = signal.SIGINT
+) -> subprocess.CompletedProcess[str]:
+    """Run `kvarena ARGUMENTS` in a process of its own that gets a signal at that call of that function."""
     script = (
         "import os, signal, sys\n"
         "from support.interrupts import nth_call\n"
-        "setattr(*nth_call(sys.argv[1], int(sys.argv[2]), lambda: os.kill(os.getpid(), signal.SIGINT)))\n"
-        "del sys.argv[1:3]\n"
+        "number = int(sys.argv[3])\n"
+        "setattr(*nth_call(sys.argv[1], int(sys.argv[2]), lambda: os.kill(os.getpid(), number)))\n"
+        "del sys.argv[1:4]\n"
         "from kvarena.experiments.cli import run\n"
         "run()\n"
     )
     return subprocess.run(
-        [sys.executable, "-c", script, at, str(call), *arguments],
+        [sys.executable, "-c", script, at, str(call), str(int(by)), *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
         capture_output=True,

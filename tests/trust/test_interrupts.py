@@ -7,6 +7,7 @@ SIGKILL leaves what is complete or nothing: `test_faults.py`. Sweeps, which go o
 from __future__ import annotations
 
 import json
+import signal
 from functools import cache
 from pathlib import Path
 
@@ -98,6 +99,15 @@ def test_ctrl_c_keeps_what_had_finished_and_names_it_partial(tmp_path, kind, arg
     assert len(unfinished) > 0
     assert same_rows(unfinished, kind, "requests")
     assert set(map(tuple, unfinished[KEYS].to_numpy())).isdisjoint(map(tuple, kept.summary[KEYS].to_numpy()))
+
+
+def test_sigterm_keeps_what_had_finished_as_ctrl_c_does(tmp_path):
+    arguments = ("compare", "chat", *FLAGS, *CHAT, "--out", str(tmp_path / "out"), "--quiet")
+    done = interrupted(*arguments, at="kvarena.experiments.replay:Replay.step", call=160, by=signal.SIGTERM)
+    assert done.returncode == 143
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("kvarena: terminated; kept ")
+    assert len(load_partial(partial_folder(tmp_path / "out")).summary) > 0
 
 
 @pytest.fixture(scope="module")

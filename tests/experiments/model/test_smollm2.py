@@ -48,6 +48,28 @@ def assert_own_answers(run: CellRun) -> None:
     assert not [line for line in found if line.startswith("fault")]
 
 
+def test_loading_shows_no_bar_of_the_library(capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers import modeling_gguf_pytorch_utils as converting
+
+    shown = converting.tqdm
+    load_smollm2.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.AutoModelForCausalLM.from_pretrained", _convert)
+        load_smollm2()
+    load_smollm2.cache_clear()
+    assert capfd.readouterr().err == ""
+    assert converting.tqdm is shown
+
+
+def _convert(*arguments: Any, **options: Any) -> Any:
+    """Counts as the library does when it converts a GGUF file."""
+    from transformers import modeling_gguf_pytorch_utils as converting
+
+    for _ in converting.tqdm(range(3), desc="Converting"):
+        pass
+    return torch.nn.Identity()
+
+
 @pytest.mark.parametrize("table", ["block_table", "req_to_token"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("kind", ["block", "token"])
