@@ -103,7 +103,7 @@ class BlockAllocator(KVAllocator):
 
     def match(self, seq: Sequence) -> Match:
         """How much of the sequence is cached, its last token included. Changes nothing."""
-        pages = self._store.lookup(seq, seq.num_tokens // self.page_size).pages
+        pages = self._store.find(seq, seq.num_tokens // self.page_size)
         return Match(len(pages) * self.page_size, tuple(pages))
 
     # reserve

@@ -36,7 +36,7 @@ class HashedPages(PageStore[HashedRow]):
     ) -> None:
         self.num_pages = num_pages
         self.page_size = design.page_size
-        self.index = HashChainIndex(num_pages, design.page_size, hash_fn or design.hash_fn)
+        self.index = HashChainIndex(num_pages, design.page_size, hash_fn or design.hash_fn, gapless=window is None)
         self.free_queue = FreeQueue(num_pages)
         self.refs = [2] + [0] * num_pages  # padding is never free, and never about to be
         self.evictable = 0
@@ -58,10 +58,16 @@ class HashedPages(PageStore[HashedRow]):
         if not self._caches:
             return HashedRow(seq, None, [], self.page_size)
         chain = self._chain(seq)
+        return HashedRow(seq, chain, self._pages(chain, limit), self.page_size)
+
+    def find(self, seq: Sequence, limit: int) -> list[int]:
+        return self._pages(self._chain(seq), limit) if self._caches else []
+
+    def _pages(self, chain: PageChain, limit: int) -> list[int]:
         if self._window is None:
-            return HashedRow(seq, chain, self.index.match(chain, limit), self.page_size)
+            return self.index.match(chain, limit)
         skipped, pages = self.index.match_window(chain, limit, max(self._window.tail_pages, 1))
-        return HashedRow(seq, chain, [PADDING_PAGE] * skipped + pages, self.page_size)
+        return [PADDING_PAGE] * skipped + pages
 
     def _chain(self, seq: Sequence) -> PageChain:
         chain = seq.memo
@@ -111,6 +117,7 @@ class HashedPages(PageStore[HashedRow]):
 
     def unpublish(self, row: HashedRow, start: int) -> tuple[int, ...]:
         dropped = self.index.drop(row.pages[start : row.published])
+        self.index.gapless = False  # what others cached behind these pages stays
         self.withdrawn.update(page for page in dropped if self.refs[page] > 1)
         row.published = start
         return tuple(dropped)
@@ -183,6 +190,7 @@ class HashedPages(PageStore[HashedRow]):
 
     def clear(self) -> tuple[int, ...]:
         self.evictable = 0
+        self.index.gapless = self._window is None
         return tuple(self.index.clear())
 
     def queue(self) -> Iterator[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as ListLike
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvarena.allocators.interface import Commit, PageIds, Reservation, Sequence
@@ -114,6 +115,11 @@ class PageStore(ABC, Generic[RowT]):
     @abstractmethod
     def lookup(self, seq: Sequence, limit: int) -> RowT:
         """A row with the longest cached prefix of at most `limit` pages. Touches nothing."""
+
+    def find(self, seq: Sequence, limit: int) -> ListLike[int]:
+        """Those pages alone."""
+        pages: ListLike[int] = self.lookup(seq, limit).pages
+        return pages
 
     @abstractmethod
     def num_idle(self, rows: list[RowT]) -> int:

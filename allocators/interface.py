@@ -226,7 +226,7 @@ class Pin:
     page_ids: array[int] = field(default_factory=_no_pages)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Match:
     """What a lookup found. `path` names the cached units that hold the prefix, outermost first: two sequences share
     a unit if and only if their paths agree up to it, and among units that follow the same one the smaller name was

@@ -45,7 +45,7 @@ from kvarena.allocators.interface import (
 from kvarena.allocators.token_batch import TokenDecodeBatch
 from kvarena.allocators.token_check import describe, verify
 from kvarena.allocators.token_keys import TokenKeys
-from kvarena.allocators.token_row import Plan, Row, demand, join, merge_bound, shared_pages
+from kvarena.allocators.token_row import Plan, Row, demand, join, join_own, merge_bound, shared_pages
 from kvarena.prefix.eviction import order
 from kvarena.prefix.radix_tree import Node, RadixTree
 
@@ -197,8 +197,8 @@ class TokenAllocator(KVAllocator):
             if self.events.enabled:
                 self.events.add(EventKind.RELEASE, row.seq.request_id, given, reason.value)
         if group:
-            self._free.free(join(group))
-        return Released(join(freed), join(cached), (), duplicates)
+            self._free.free(join_own(group))
+        return Released(join_own(freed), join(cached), (), duplicates)
 
     def evict(self, num_tokens: int) -> list[int]:
         """Evict leaves until `num_tokens` tokens are free or none can go; nothing while that many are free."""

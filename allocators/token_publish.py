@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from kvarena.allocators.interface import Commit, EventKind, Sequence
+from kvarena.allocators.interface import Commit, EventKind, PageIds, Sequence
 from kvarena.allocators.token_row import Row, join
 
 if TYPE_CHECKING:
@@ -28,12 +28,14 @@ def commit(allocator: TokenAllocator, row: Row, n: int, group: array[int]) -> Co
     before = row.protected
     runs, new_from = checkpoint(allocator, row, min(n, seq.num_prefill_tokens))
     published = row.page_ids[new_from : row.protected]
-    duplicates = join(runs)
-    if row.prefilled:
-        group += duplicates
-    else:
-        for run in runs:
-            allocator._free.free(run)
+    duplicates: PageIds = ()
+    if runs:
+        duplicates = given_up = join(runs)
+        if row.prefilled:
+            group += given_up
+        else:
+            for run in runs:
+                allocator._free.free(run)
     if allocator.events.enabled:
         note(allocator, seq, published, duplicates)
     return Commit(seq, published, (), duplicates, duplicates, (before, new_from) if runs else (0, 0))
@@ -73,15 +75,17 @@ def finish(allocator: TokenAllocator, row: Row, duplicates: array[int]) -> array
     if computed > seq.num_prefill_tokens:
         allocator._keys.refuse_reserved(seq, seq.num_prefill_tokens)
     runs, new_from = checkpoint(allocator, row, computed)
-    given = join(runs)
+    tail = row.page_ids[row.protected :]
+    given_up = join(runs) if runs else array("i")
     if allocator.events.enabled:
-        note(allocator, seq, row.page_ids[new_from : row.protected], given)
-    duplicates += given
-    given += row.page_ids[row.protected :]
-    return given
+        note(allocator, seq, row.page_ids[new_from : row.protected], given_up)
+    if not runs:
+        return tail
+    duplicates += given_up
+    return given_up + tail
 
 
-def note(allocator: TokenAllocator, seq: Sequence, published: array[int], duplicates: array[int]) -> None:
+def note(allocator: TokenAllocator, seq: Sequence, published: PageIds, duplicates: PageIds) -> None:
     """Events of a checkpoint."""
     if published:
         allocator.events.add(EventKind.PUBLISH, seq.request_id, published)

@@ -84,8 +84,13 @@ def merge_bound(plan: Plan, page_size: int, fits: bool) -> int:
 
 def join(runs: list[array[int]]) -> array[int]:
     """Page ids of all runs in one array of its own."""
+    return runs[0][:] if len(runs) == 1 else join_own(runs)
+
+
+def join_own(runs: list[array[int]]) -> array[int]:
+    """The same where the runs are the caller's own: a single one is the answer itself."""
     if len(runs) == 1:
-        return runs[0][:]
+        return runs[0]
     joined = array("i")
     for run in runs:
         joined += run

@@ -7,6 +7,13 @@ here serves. Nothing is merged, and a look-up changes nothing.
 The hash only finds candidates; what decides is the text. Each cached page remembers whose text it holds and how far
 into that text it stands, so a hit is confirmed by comparing bytes, the chain before included, also when the pages
 before it are gone. A colliding or constant hash function costs time and never changes a decision.
+
+In a gapless index one comparison will do. It is one where, of each cached page, all text before it is cached too,
+and where no two texts share a key (which is noticed when the second one is published):
+
+    look-up   k1 -> 7   k2 -> 3   k3 -> 9     9 holds the text up to the third page: compared
+                                              so its first two pages are here under k1 and k2, and under no key is
+                                              another text: 7 and 3 hold them
 """
 
 from __future__ import annotations
@@ -77,6 +84,9 @@ class PageChain:
 class HashChainIndex:
     """Which page holds the text up to position i? Page ids 1..num_pages; all costs are per page of the argument.
 
+    gapless  the owner's promise: who publishes a page holds pages with all text before it, and they leave after it.
+             It is taken back, until the index is empty again, by setting this to False.
+
     >>> index = HashChainIndex(num_pages=4, page_size=2)
     >>> chain = index.chain()
     >>> chain.extend(array("i", [7, 8, 9, 9]), 2)
@@ -86,12 +96,16 @@ class HashChainIndex:
     ([1], [3])
     """
 
-    def __init__(self, num_pages: int, page_size: int, hash_fn: HashFn | str = "xxh3_64") -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, hash_fn: HashFn | str = "xxh3_64", *, gapless: bool = False
+    ) -> None:
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
         self.page_hash = resolve_hash(hash_fn)
         self.keys: list[Key | None] = [None] * (num_pages + 1)  # of each page; None: holds no content
         self.duplicates = 0  # pages whose content an earlier page holds too
+        self.gapless = gapless
+        self._collided = False  # two texts had one key since the index was empty last
         self._texts: list[PageText | None] = [None] * (num_pages + 1)
         self._positions = [0] * (num_pages + 1)
         self._numbers: tuple[int, ...] = ()
@@ -128,8 +142,11 @@ class HashChainIndex:
         return found
 
     def _confirmed(self, text: PageText, pages: list[int]) -> bool:
-        """Do these pages hold this text, each at its place? One byte compare for each source they come from."""
+        """Do these pages hold this text, each at its place? One byte compare, or one for each source they come
+        from."""
         count, last = len(pages), pages[-1:]
+        if self.gapless and not self._collided and text.raw is not None:
+            return all(self._holds(page, text, count - 1) for page in last)
         if count < 2:
             return all(self._holds(page, text, 0) for page in last)
         held_by, numbers = itemgetter(*pages), self._counted(count)[:count]
@@ -207,6 +224,7 @@ class HashChainIndex:
 
     def _add_later(self, key: Key, page: int) -> bool:
         duplicate = self._has_equal(key, page)
+        self._collided = self._collided or not duplicate
         self._later.setdefault(key, {})[page] = None
         self.duplicates += duplicate
         return duplicate
@@ -242,7 +260,9 @@ class HashChainIndex:
 
     def clear(self) -> list[int]:
         """Forget everything; returns the pages that held something, ascending."""
-        return self.drop([page for page, key in enumerate(self.keys) if key is not None])
+        dropped = self.drop([page for page, key in enumerate(self.keys) if key is not None])
+        self._collided = False
+        return dropped
 
     # verification
 
@@ -258,6 +278,8 @@ class HashChainIndex:
         ]
         found += [f"page {page}: key and text must come together" for page in own.keys() ^ texts.keys()]
         found += [f"page {page}: its key is not the hash of its text" for page in self._wrong_keys(own, texts)]
+        if self.gapless and not self._collided:
+            found += self._gaps(own, texts)
         surplus = sum(1 + len(later) - self._num_distinct(key) for key, later in self._later.items())
         if surplus != self.duplicates:
             found.append(f"duplicates is {self.duplicates}, counted {surplus}")
@@ -267,6 +289,21 @@ class HashChainIndex:
         keys = {id(text): _keys_of(self, text) for text in texts.values() if text.raw is not None}
         hashed = [page for page in own if page in texts and texts[page].raw is not None]
         return [page for page in hashed if keys[id(texts[page])].get(self._positions[page]) != own[page]]
+
+    def _gaps(self, own: dict[int, Key], texts: dict[int, PageText]) -> list[str]:
+        """Text before a cached page that no page holds under its key."""
+        last: dict[int, int] = {}  # a page of each text, the one that stands furthest in
+        for page in own.keys() & texts.keys():
+            before = last.get(id(texts[page]))
+            if before is None or self._positions[before] < self._positions[page]:
+                last[id(texts[page])] = page
+        return [
+            f"page {page}: its text up to position {position} is not cached"
+            for page in last.values()
+            if texts[page].raw is not None
+            for position, key in _keys_of(self, texts[page]).items()
+            if position < self._positions[page] and not self._holds(self._first.get(key, page), texts[page], position)
+        ]
 
     def _num_distinct(self, key: Key) -> int:
         pages = [self._first[key], *self._later[key]]
