@@ -7,6 +7,7 @@ a stream and kept: a call costs a few launches, of which few come before the fir
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,7 +16,10 @@ import triton
 from kvarena.kernels._launch import Remembered
 from torch import Tensor
 
-SHORT_BYTES = 24 * 2**20  # of the piece that nothing overlaps: 0.45 ms of travel, in which the host prepares the rest
+# Pieces that nothing overlaps. Out, the first is packed before anything travels; its 0.3 ms on the way let a slow host
+# prepare the rest. In, the last is unpacked when all have travelled.
+FIRST_BYTES = 16 * 2**20
+LAST_BYTES = 8 * 2**20
 STAGE_BYTES = 64 * 2**20  # of other pieces; two of them are kept on the device, no larger than needed
 
 # pack(ids, first, count, rows): launch what packs pages ids[first : first + count] into `rows`, or unpacks them, on the
@@ -25,9 +29,9 @@ Pack = Callable[[Tensor, int, int, Tensor], None]
 Checked = Callable[[slice], Tensor]
 
 
-def _pieces(num_pages: int, page_bytes: int) -> list[slice]:
-    """Rows of each piece that travels between device and host: a short one first, so that the copy starts soon."""
-    first = max(1, SHORT_BYTES // page_bytes)
+def _pieces(num_pages: int, page_bytes: int, short_bytes: int) -> list[slice]:
+    """Rows of each piece that travels between device and host, the short one first."""
+    first = max(1, short_bytes // page_bytes)
     if num_pages <= first:
         return [slice(0, num_pages)]
     step = max(1, STAGE_BYTES // page_bytes)
@@ -105,8 +109,9 @@ class _Lane:
         key = (*rows.shape, backwards)
         found: _Plan | None = self._plans.get(key)
         if found is None:
-            pieces = _pieces(*rows.shape)[:: -1 if backwards else 1]
-            found = self._plans[key] = _Plan(pieces, self._stages(pieces, rows.shape[1]))
+            count, width = rows.shape
+            pieces = _pieces(count, width, LAST_BYTES)[::-1] if backwards else _pieces(count, width, FIRST_BYTES)
+            found = self._plans[key] = _Plan(pieces, self._stages(pieces, width))
         return found
 
     def _stages(self, pieces: list[slice], width: int) -> list[Tensor]:
@@ -120,11 +125,19 @@ class _Lane:
         return [self._scratch[i % 2][: count * width].view(count, width) for i, count in enumerate(counts)]
 
 
-_lanes: dict[tuple[torch.device, int], _Lane] = {}
+_lanes: dict[tuple[int, int], _Lane] = {}
+
+
+@functools.cache
+def _stream_of() -> Callable[[int], int]:
+    """What tells a device's current stream; looked up once, since Triton's way to it takes longer than its answer."""
+    found: Callable[[int], int] = triton.runtime.driver.active.get_current_stream
+    return found
 
 
 def _lane(device: torch.device) -> _Lane:
-    key = (device, triton.runtime.driver.active.get_current_stream(device.index))
+    index = device.index
+    key = (index, _stream_of()(index))
     found = _lanes.get(key)
     if found is None:
         found = _lanes[key] = _Lane(torch.cuda.current_stream(device))

@@ -126,8 +126,16 @@ class _Runs:
             "num_warps": max(1, block * self.unit // 4096),
         }
 
+    @functools.cached_property
+    def _shared_grid(self) -> tuple[int, int]:
+        return self.num_runs, ceil_div(self.longest, self.block)
+
+    @functools.cached_property
+    def _page_units(self) -> int:
+        return self.page_bytes // self.unit
+
     def grid(self, num_pages: int) -> tuple[int, int, int]:
-        return num_pages, self.num_runs, ceil_div(self.longest, self.block)
+        return (num_pages, *self._shared_grid)
 
     def pack(self, base: Tensor, ids: Tensor, first: int, count: int, packed: Tensor, gather: bool) -> None:
         """Launch `_pack_kernel` for pages ids[first : first + count]; `base` is the first of the tensors."""
@@ -136,8 +144,8 @@ class _Runs:
         if call is None:
             constants = {**self.constants(), "PAGES": self.pages, "GATHER": gather, "num_warps": PACK_WARPS}
             call = self.launches[key] = Launch(_pack_kernel, (1, 1, 1), (), constants)
-        grid = self.grid(ceil_div(count, self.pages))
-        call((base, self.table, ids, packed), grid, (self.page_bytes // self.unit, first, count))
+        grid = (ceil_div(count, self.pages), *self._shared_grid)
+        call((base, self.table, ids, packed), grid, (self._page_units, first, count))
 
 
 def _page_runs(name: str, tensor: Tensor) -> tuple[int, list[int]]:
@@ -159,7 +167,7 @@ _runs_cache: dict[tuple[object, ...], _Runs] = {}
 
 def _runs(tensors: list[Tensor]) -> _Runs:
     """The runs of `tensors`, checked and kept between calls for as long as addresses and shapes stay."""
-    key = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    key = tuple([(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])  # an address is on one device
     found = _runs_cache.get(key)
     if found is None:
         if len(_runs_cache) >= 64:
@@ -205,9 +213,11 @@ def _host_ids(name: str, ids: Ids, num_pages: int) -> Tensor:
         fail(name, "ints or a CPU tensor: ids are checked on the host before anything is written", ids.device)
     if ids.dim() != 1 or ids.is_floating_point():
         fail(name, "integers [n]", f"{ids.dtype} {list(ids.shape)}")
-    ids = ids.long().contiguous()
+    if ids.dtype is not torch.int64 or not ids.is_contiguous():
+        ids = ids.long().contiguous()
     # As unsigned numbers: one pass finds those below 0 too. numpy, because torch would wake its threads.
-    if len(ids) and ids.numpy().view(np.uint64).max() >= num_pages:
+    numbers = ids.numpy().view(np.uint64)
+    if len(numbers) and numbers.item(numbers.argmax()) >= num_pages:
         outside = ids[(ids < 0) | (ids >= num_pages)]
         fail(name, f"page ids from 0 to {num_pages - 1}", int(outside[0]))
     return ids

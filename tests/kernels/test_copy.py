@@ -106,6 +106,13 @@ def test_random_lists_equal_the_reference() -> None:
         assert same(got, want)
 
 
+def cut(monkeypatch: pytest.MonkeyPatch, short_bytes: int) -> None:
+    """Transfers in small pieces, the one that nothing overlaps of so many bytes."""
+    for name, value in (("FIRST_BYTES", short_bytes), ("LAST_BYTES", short_bytes), ("STAGE_BYTES", 8 * 2**20)):
+        monkeypatch.setattr(_host, name, value)
+    monkeypatch.setattr(_host, "_lanes", {})  # they remember how sizes are cut
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="host and device are one without a GPU")
 @pytest.mark.parametrize("pinned", [True, False])
@@ -114,8 +121,7 @@ def test_random_lists_equal_the_reference() -> None:
 def test_pages_go_to_host_memory_and_back(
     num_pages: int, pinned: bool, pieces: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_host, "SHORT_BYTES", 2**20 if pieces == "several" else 2**40)
-    monkeypatch.setattr(_host, "STAGE_BYTES", 8 * 2**20)
+    cut(monkeypatch, 2**20 if pieces == "several" else 2**40)
     pool = KVPool(2, 3000, 16, 4, 64, dtype=torch.float16, device=DEVICE)
     for storage in pool._storage:
         storage.normal_()
@@ -137,8 +143,7 @@ def test_pages_go_to_host_memory_and_back(
 def test_transfers_follow_what_their_stream_did_before_and_come_before_what_it_does_next(
     own_stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_host, "SHORT_BYTES", 2**20)
-    monkeypatch.setattr(_host, "STAGE_BYTES", 8 * 2**20)
+    cut(monkeypatch, 2**20)
     pool = KVPool(2, 1500, 16, 4, 64, dtype=torch.float16, device=DEVICE)
     rng, rounds = random.Random(0), range(1, 9)
     lists = [rng.sample(range(1, 1501), rng.choice([1, 40, 900, 1400])) for _ in rounds]
@@ -176,7 +181,7 @@ def test_a_bad_id_after_the_first_copy_from_the_host_writes_nothing_and_harms_no
 
 @pytest.mark.parametrize("num_pages", [1, 2, 127, 128, 129, 3000])
 def test_pieces_cover_every_row_once(num_pages: int) -> None:
-    pieces = _host._pieces(num_pages, 32_768)
+    pieces = _host._pieces(num_pages, 32_768, 4 * 2**20)
     assert [row for piece in pieces for row in range(piece.start, piece.stop)] == list(range(num_pages))
     assert all(0 < piece.stop - piece.start <= _host.STAGE_BYTES // 32_768 for piece in pieces)
 
