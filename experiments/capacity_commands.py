@@ -58,13 +58,15 @@ def capacity(
     from kvarena.experiments.capacity_card import read_measured
     from kvarena.experiments.capacity_sizing import card
     from kvarena.experiments.capacity_study import backends_table, joined, load_capacity, run_study
+    from kvarena.experiments.foreign import reading
 
     if backends:
         print_rich(backends_table(), piped_columns=COLUMNS)
         return
     on_card = None if measured is None else read_measured(measured)
     if saved:
-        result = joined([load_capacity(path) for path in saved])
+        with reading(saved[0]):
+            result = joined([load_capacity(path) for path in saved])
     else:
         plan = capacity_plan(
             model,
@@ -84,7 +86,8 @@ def capacity(
     if out is not None:
         result.save(out)
         print(f"result in {out}", file=sys.stderr)
-    print_rows(result.capacity) if as_json else print_rich(*_tables(result), piped_columns=COLUMNS)
+    with reading(saved[0] if saved else None):
+        print_rows(result.capacity) if as_json else print_rich(*_tables(result), piped_columns=COLUMNS)
 
 
 def _names(text: str) -> list[str]:

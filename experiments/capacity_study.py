@@ -24,6 +24,7 @@ from kvarena.experiments.capacity_backends import BACKENDS, page_size_for
 from kvarena.experiments.capacity_loads import load_shape
 from kvarena.experiments.capacity_sizing import Server
 from kvarena.experiments.engine.step_time import GpuTimes, load_gpu_times
+from kvarena.experiments.foreign import read_json
 from kvarena.experiments.models import model_shape
 from kvarena.experiments.provenance import provenance
 from kvarena.experiments.sweep_workers import in_processes
@@ -90,11 +91,11 @@ def load_capacity(path: Path | str) -> CapacityResult:
         return from_card(folder)
     partial.refuse_partial(folder)
     try:
-        manifest = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        manifest = read_json(folder / "result.json")
         if manifest.pop("schema_version", None) != SCHEMA_VERSION or manifest.pop("kind", None) != "capacity":
             raise ValueError(f"result.json: expected schema_version {SCHEMA_VERSION} and kind 'capacity'")
         frames = {name: pd.read_csv(folder / f"{name}.csv", keep_default_na=False) for name in TABLES}
-        where = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+        where = read_json(folder / "provenance.json")
     except (OSError, ValueError, AttributeError, RecursionError, pd.errors.ParserError) as error:
         raise ValueError(f"{folder}: not a finished capacity study ({error})") from None
     missing = {"panel", "load", "design", "measured", "predicted"} - set(frames["capacity"])

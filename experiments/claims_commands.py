@@ -53,11 +53,14 @@ def claims(
     if out is not None:
         refuse_other(out)
     if saved is not None:
+        from kvarena.experiments.foreign import reading
+
         wanted = {claim.id for claim in chosen}
-        kept = [finding for finding in load_findings(saved) if finding.claim.id in wanted]
-        if out is not None:
-            write_page(kept, out)
-        print_rows(map(_row, kept)) if as_json else _print(kept, len(chosen) == 1)
+        with reading(saved):
+            kept = [finding for finding in load_findings(saved) if finding.claim.id in wanted]
+            if out is not None:
+                write_page(kept, out)
+            print_rows(map(_row, kept)) if as_json else _print(kept, len(chosen) == 1)
         return
     found: list[Finding] = []
     try:

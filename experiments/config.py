@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from kvarena.experiments.budget import check_size
+from kvarena.experiments.foreign import MAX_TOML_BYTES, parse_toml, read_text
 from kvarena.experiments.models import ModelShape, model_shape
 from kvarena.experiments.specs import AllocatorEntry, allocator_entries
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, field_validator
@@ -154,14 +155,8 @@ SECTION_OF = {field: name for name, section in SECTIONS.items() for field in sec
 
 def load_config(path: Path, sets: Iterable[str] = ()) -> Config:
     """Read a TOML config. Raises ValueError naming file, line and field, with what is allowed."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        data = tomllib.loads(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read as a config ({error})") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: not TOML: {error}") from None
-    sets = list(sets)
+    text, sets = read_text(path, MAX_TOML_BYTES, "a config"), list(sets)
+    data = parse_toml(text, path)
     try:
         return config_from_mapping(apply_sets(data, sets))
     except ConfigError as error:
@@ -266,7 +261,7 @@ def toml_value(raw: str) -> Any:
     """
     try:
         return tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return raw.strip()
 
 

@@ -114,6 +114,7 @@ def pagesize(
 ) -> None:
     """Put the page size on one axis, 1 to 256: hits, waste, concurrency, kernel and host time of both designs."""
     from kvarena.experiments import one_axis as of
+    from kvarena.experiments.foreign import reading
     from kvarena.experiments.one_axis_plots import draw_axis
     from kvarena.experiments.outputs import check_figure, save_one
 
@@ -121,7 +122,8 @@ def pagesize(
     if saved is not None:
         if out is not None or requests is not None:
             raise ValueError("pagesize: --saved measures nothing; --out and --requests are for a new study")
-        made = of.load(saved)
+        with reading(saved):
+            made = of.load(saved)
         names = workloads or None
         if names and (unknown := set(names) - set(made.rows["workload"])):
             raise ValueError(f"pagesize: the saved study has no {', '.join(sorted(unknown))}")
@@ -133,9 +135,10 @@ def pagesize(
         made = of.study(names, pool=pool, requests=requests, rounds=rounds, tick=tick, out=out)
     if out is not None:
         print(f"study in {of.save(made, out)}", file=sys.stderr)
-    if figure is not None:
-        save_one(draw_axis(made, of.kernel_times(), names and names[:3]), figure)
-    print_rows(made.rows) if as_json else print_rich(of.best_table(made))
+    with reading(saved):
+        if figure is not None:
+            save_one(draw_axis(made, of.kernel_times(), names and names[:3]), figure)
+        print_rows(made.rows) if as_json else print_rich(of.best_table(made))
 
 
 def laws(
@@ -148,6 +151,7 @@ def laws(
 ) -> None:
     """Predict rounding, tails, tables, gains and break-even in closed form, then run both designs and compare."""
     from kvarena.experiments import laws as of
+    from kvarena.experiments.foreign import reading
     from kvarena.experiments.laws_plots import draw_laws
     from kvarena.experiments.outputs import check_figure, check_table, save_one
     from kvarena.experiments.study import write_table
@@ -158,12 +162,14 @@ def laws(
         found = of.laws(workload, requests=requests)
         about = of.about_laws(workload, requests)
     else:
-        found, about = of.load_laws(saved)
-    if out is not None:
-        write_table(of.laws_frame(found, about), out)
-    if figure is not None:
-        save_one(draw_laws(found, about), figure)
-    print_rows(of.laws_frame(found, about)) if as_json else print_rich(of.laws_table(found))
+        with reading(saved):
+            found, about = of.load_laws(saved)
+    with reading(saved):
+        if out is not None:
+            write_table(of.laws_frame(found, about), out)
+        if figure is not None:
+            save_one(draw_laws(found, about), figure)
+        print_rows(of.laws_frame(found, about)) if as_json else print_rich(of.laws_table(found))
 
 
 def _draw(path: Path, table: Any, layouts: Any) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
@@ -29,6 +28,7 @@ import pandas as pd
 from kvarena.allocators.interface import AllocatorError
 from kvarena.experiments.budget import PoolTooSmallError
 from kvarena.experiments.config import SCHEMA_VERSION, ConfigError, apply_sets, config_from_mapping
+from kvarena.experiments.foreign import read_json, read_toml
 from kvarena.experiments.ladder_plan import (
     LOWER_FAST,
     MANIFEST,
@@ -388,8 +388,8 @@ def load_ladder(path: Path | str) -> Ladder:
     """Read a finished ladder. Raises ValueError when it is none, or not whole."""
     folder = Path(path)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        prov = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+        manifest = read_json(folder / MANIFEST)
+        prov = read_json(folder / "provenance.json")
         tables = {
             name: pd.read_csv(
                 folder / f"{name}.csv", dtype={"share": str}, keep_default_na=False, na_values={"whole": [""]}
@@ -407,10 +407,7 @@ def read_base(what: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The base config and the [ladder] table of a TOML file, or those of a trace's name or path."""
     if not what.endswith(".toml"):
         return {"workload": {"trace": what}}, {}
-    try:
-        data = tomllib.loads(Path(what).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{what}: cannot be read as a config ({error})") from None
+    data = read_toml(Path(what))
     asked = data.pop("ladder", {})
     known = {"from", "to", "fields", "rungs"}
     if not isinstance(asked, dict) or set(asked) - known:

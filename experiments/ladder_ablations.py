@@ -27,6 +27,7 @@ from kvarena.allocators.general import GeneralAllocator
 from kvarena.allocators.interface import Commit, Reservation, Sequence
 from kvarena.experiments import metrics, partial
 from kvarena.experiments.config import SCHEMA_VERSION, Config, apply_sets, config_from_mapping
+from kvarena.experiments.foreign import read_json
 from kvarena.experiments.loading import load_workloads
 from kvarena.experiments.outputs import refuse_other_options
 from kvarena.experiments.pools import Cell, plan
@@ -245,7 +246,7 @@ def load_ablations(path: Path | str) -> Ablations:
     folder = Path(path)
     partial.refuse_partial(folder)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(folder / MANIFEST)
         table, removal = (pd.read_csv(folder / f"{name}.csv") for name in ("ablations", "removal"))
     except (OSError, ValueError, RecursionError, pd.errors.ParserError) as error:
         raise ValueError(f"{folder}: not finished ablations ({error})") from None

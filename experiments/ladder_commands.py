@@ -66,15 +66,17 @@ def ladder(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """Walk from one design to another and say what each field does: all subsets, exact shares, interactions."""
+    from kvarena.experiments.foreign import reading
     from kvarena.experiments.ladder import ladder as run_ladder
     from kvarena.experiments.ladder import load_ladder, read_base
     from kvarena.experiments.ladder_plots import write_figures
 
     if show is not None:
-        finished = load_ladder(show)
-        if out is not None:
-            write_figures(finished, out, force)
-        _show(finished, as_json)
+        with reading(show):
+            finished = load_ladder(show)
+            if out is not None:
+                write_figures(finished, out, force)
+            _show(finished, as_json)
         return
     if what is None or out is None:
         raise ValueError("ladder: expected a trace or a config, and --out; or --show with a finished ladder")
@@ -120,16 +122,18 @@ def ablations(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """With and without the rules for which reasons are usually given: what they do to hits, tables and time."""
+    from kvarena.experiments.foreign import reading
     from kvarena.experiments.ladder import read_base
     from kvarena.experiments.ladder_ablations import ablations as run_ablations
     from kvarena.experiments.ladder_ablations import load_ablations
     from kvarena.experiments.ladder_plots import write_ablations
 
     if show is not None:
-        made = load_ablations(show)
-        if out is not None:
-            write_ablations(made, out, force)
-        _show_ablations(made, as_json)
+        with reading(show):
+            made = load_ablations(show)
+            if out is not None:
+                write_ablations(made, out, force)
+            _show_ablations(made, as_json)
         return
     if what is None or out is None:
         raise ValueError("ablations: expected a trace or a config, and --out; or --show with finished ablations")

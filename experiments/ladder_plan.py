@@ -12,7 +12,6 @@ is not 0. With at most MAX_RUNGS rungs all 2^n subsets run.
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvarena.allocators.config import Design
 from kvarena.experiments.config import SECTION_OF
+from kvarena.experiments.foreign import read_json, read_toml
 from kvarena.experiments.outputs import refuse_other_options
 from kvarena.experiments.results import refuse_others
 from kvarena.experiments.specs import AllocatorEntry, allocator_entry
@@ -143,7 +143,7 @@ def begin_ladder(
     elif "ladder" in earlier:
         refuse_other_options(folder, "a ladder", earlier, tomllib.loads(tomli_w.dumps(config)))
     else:  # of an earlier version, which kept the rungs only
-        rungs = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["rungs"]
+        rungs = read_json(folder / MANIFEST)["rungs"]
         now = {**resolved, "rungs": {rung.name: {k: list(v) for k, v in rung.fields.items()} for rung in plan.rungs}}
         refuse_other_options(folder, "a ladder", {**earlier, "rungs": rungs}, now)
     write_whole(folder / CONFIG, tomli_w.dumps(config))
@@ -153,7 +153,7 @@ def begin_ladder(
 def _earlier(folder: Path) -> dict[str, Any] | None:
     """The config of the ladder in a folder; None when there is none."""
     try:
-        found = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        found = read_toml(folder / CONFIG)
     except (OSError, ValueError):
         return None
     return found if "ladder" in found or (folder / MANIFEST).is_file() else None

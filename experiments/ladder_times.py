@@ -20,6 +20,7 @@ from kvarena.allocators.forwarding import ForwardingAllocator
 from kvarena.allocators.interface import Commit, Gate, KVAllocator, Pin, Release, Released, Reservation
 from kvarena.allocators.interface import Sequence as KVSequence
 from kvarena.experiments.config import config_from_mapping
+from kvarena.experiments.foreign import read_json
 from kvarena.experiments.ladder_plan import NAME, LadderPlan
 from kvarena.experiments.loading import Workload, load_workloads
 from kvarena.experiments.pools import plan as plan_pools
@@ -151,7 +152,7 @@ def measured(
     """`measure`, or what an earlier call measured of the very same cells and left in `folder`."""
     cells = [cell.key for cell in plan.cells]
     if (folder / FILE).is_file():
-        kept = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        kept = read_json(folder / FILE)
         if kept.get("cells") == cells and kept.get("rounds") == rounds:
             return {int(pool): times for pool, times in kept["us_a_request"].items()}
     times = measure(plan, workloads, rounds, tick)

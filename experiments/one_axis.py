@@ -28,6 +28,7 @@ from kvarena.experiments.capacity_loads import make_load
 from kvarena.experiments.capacity_sizing import MIB, Card, Server, equal_bytes
 from kvarena.experiments.config import Config, config_from_keywords
 from kvarena.experiments.engine.step_time import compute_of, load_gpu_times
+from kvarena.experiments.foreign import read_json
 from kvarena.experiments.models import model_shape
 from kvarena.experiments.specs import allocator_entry
 
@@ -241,7 +242,7 @@ def kernel_times(path: Path | None = None, point: str = KERNEL_POINT) -> dict[st
     if not path.is_file():
         return found
     try:
-        parts = json.loads(path.read_text(encoding="utf-8"))["parts"]
+        parts = read_json(path)["parts"]
         for row in parts["decode"]["rows"]:
             if (row.get("op"), row.get("point"), row.get("study")) != ("decode", point, "grid"):
                 continue
@@ -277,7 +278,7 @@ def load(folder: Path) -> Study:
     """Read a saved study. Raises ValueError naming the folder."""
     partial.refuse_partial(folder)
     try:
-        about = json.loads((folder / "pagesize.json").read_text(encoding="utf-8"))
+        about = read_json(folder / "pagesize.json")
         rows = pd.read_csv(folder / "pagesize.csv")
         if about.pop("schema_version") != SCHEMA_VERSION or list(rows.columns) != list(COLUMNS):
             raise ValueError("another schema")

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvarena.experiments.foreign import read_json
 from kvarena.experiments.provenance import sha256
 from kvarena.experiments.style import FORMATS, save_figure
 
@@ -68,7 +69,7 @@ def note_written(path: Path) -> None:
 
 def _note(about: Path, name: str, digest: str) -> None:
     try:
-        data = json.loads(about.read_text(encoding="utf-8"))
+        data = read_json(about)
     except ValueError:  # no result of ours: `verify result` is who says so
         return
     if not isinstance(data, dict) or not isinstance(data.get("files"), dict) or data["files"].get(name) == digest:

@@ -10,7 +10,6 @@ import hashlib
 import re
 import shlex
 import shutil
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from kvarena.experiments.foreign import read_toml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 LIST = Path("docs/paper.toml")
@@ -68,15 +68,15 @@ class Outcome:
 
 def load_items(root: Path) -> list[Item]:
     """The list of a checkout. Raises ValueError naming the item and field, and outside a checkout."""
+    if not (root / LIST).is_file():
+        raise ValueError(f"{root / LIST}: not there; run from the folder of a checkout")
+    data = read_toml(root / LIST)
     try:
-        data = tomllib.loads((root / LIST).read_text(encoding="utf-8"))
         return [Item(**item) for item in data["item"]]
-    except OSError:
-        raise ValueError(f"{root / LIST}: not there; run from the folder of a checkout") from None
     except ValidationError as error:
         fault = error.errors()[0]
         raise ValueError(f"{root / LIST}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(f"{root / LIST}: {error}") from None
 
 

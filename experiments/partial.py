@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvarena.experiments.foreign import read_json
 from kvarena.experiments.provenance import sha256
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def read_partial(folder: Path) -> dict[str, Any]:
     """partial.json of a folder. Raises ValueError when it is none of ours."""
     path = folder / PARTIAL
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
         if data.get("schema_version") != SCHEMA_VERSION or data.get("partial") is not True:
             raise ValueError(f"expected schema_version {SCHEMA_VERSION} and partial true")
         for name, expected in (("unit", str), ("flying", str), ("kind", str), ("files", dict)):

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import time
-import tomllib
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from kvarena.experiments.engine.latency import PERCENTILES
 from kvarena.experiments.engine.run import run_engine
 from kvarena.experiments.engine.run_config import RunConfig, run_config
 from kvarena.experiments.engine.step_time import Compute, compute_of
+from kvarena.experiments.foreign import read_json, read_toml
 from kvarena.experiments.models import ModelShape
 from kvarena.experiments.provenance import provenance
 from kvarena.experiments.results import Result
@@ -117,11 +117,11 @@ def load_rate(path: Path | str) -> RateResult:
     folder = Path(path)
     partial.refuse_partial(folder)
     try:
-        manifest = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        manifest = read_json(folder / "result.json")
         if manifest.pop("schema_version", None) != SCHEMA_VERSION or manifest.pop("kind", None) != "rate":
             raise ValueError(f"result.json: expected schema_version {SCHEMA_VERSION} and kind 'rate'")
         frames = {name: pd.read_csv(folder / f"{name}.csv") for name in TABLES}
-        where = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+        where = read_json(folder / "provenance.json")
         if not {"allocator", "share", "rate_per_s"} <= set(frames["rates"]):
             raise ValueError("rates.csv: expected columns allocator, share and rate_per_s")
     except (OSError, ValueError, AttributeError, RecursionError, pd.errors.ParserError) as error:
@@ -131,10 +131,7 @@ def load_rate(path: Path | str) -> RateResult:
 
 def load_rate_plan(path: Path, sets: Iterable[str] = ()) -> RatePlan:
     """Read a TOML file. Raises ValueError naming file and field."""
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read as a config ({error})") from None
+    data = read_toml(path)
     try:
         return rate_plan(data, sets)
     except ValueError as error:
@@ -144,7 +141,10 @@ def load_rate_plan(path: Path, sets: Iterable[str] = ()) -> RatePlan:
 def rate_plan(data: Mapping[str, Any], sets: Iterable[str] = ()) -> RatePlan:
     """From sections, `key=value` pairs on top (`rate.shares=[0.5, 1.0]` for those of [rate])."""
     given = dict(data)
-    table = dict(given.pop("rate", {}))
+    table = given.pop("rate", {})
+    if not isinstance(table, Mapping):
+        raise ValueError(f"rate: expected a table, found {table!r}")
+    table = dict(table)
     rest = []
     for item in sets:
         key, _, value = item.partition("=")

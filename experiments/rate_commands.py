@@ -36,19 +36,22 @@ def rate(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """Draw latency, throughput and goodput against request rate, mark the knee, and say what a hit is worth."""
+    from kvarena.experiments.foreign import reading
     from kvarena.experiments.rate import load_rate, load_rate_plan, run_rate
 
     if (config is None) == (saved is None):
         raise ValueError("rate: expected a config, or --saved with a finished study")
     if saved is not None:
-        result = load_rate(saved)
+        with reading(saved):
+            result = load_rate(saved)
     else:
         tick = None if quiet else lambda text: print(text, file=sys.stderr, flush=True)
         result = run_rate(load_rate_plan(config, set_ or []), jobs=jobs, tick=tick, out=out)  # type: ignore[arg-type]
     if out is not None:
         result.save(out)
         print(f"result in {out}", file=sys.stderr)
-    print_rows(result.rates) if as_json else _print(result)
+    with reading(saved):
+        print_rows(result.rates) if as_json else _print(result)
 
 
 def _print(result: Any) -> None:

@@ -42,7 +42,7 @@ def rates_table(result: RateResult) -> Table:
         shown.add_column(head, justify="right")
     for row in result.rates.sort_values(["share", "allocator"], kind="stable").to_dict("records"):
         cells = [_cell(row[name], text) for name, (_, text) in COLUMNS.items()]
-        shown.add_row(row["allocator"], *cells)
+        shown.add_row(str(row["allocator"]), *cells)
     return shown
 
 
@@ -69,5 +69,5 @@ def hits_table(result: RateResult) -> Table:
         shown.add_column(head, justify="left" if head == "allocator" else "right")
     for row in result.hits.to_dict("records"):
         cells = [f"{row['token_hit_rate']:.1%}", f"{row['gain']:.2f}x", f"{row['amdahl']:.2f}x"]
-        shown.add_row(row["allocator"], *cells, f"{row['prefill_share']:.1%}", f"{row['prefill_saved']:.1%}")
+        shown.add_row(str(row["allocator"]), *cells, f"{row['prefill_share']:.1%}", f"{row['prefill_saved']:.1%}")
     return shown

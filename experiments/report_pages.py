@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvarena.experiments.foreign import reading
 from kvarena.experiments.style import STYLE, printable
 from kvarena.experiments.tables import Table, table_html
 
@@ -50,9 +51,13 @@ Reader = Callable[[Path], Page]
 
 def report(path: Path) -> str:
     """The page of a result folder or file, as HTML. Raises ValueError when it is none of ours, or broken."""
+    with reading(path):
+        return _page_of(reader_of(path)(path))
+
+
+def _page_of(page: Page) -> str:
     from kvarena.experiments.report import _page
 
-    page = reader_of(path)(path)
     parts = [f"<div class='scroll'>{_table(table)}</div>" for table in page.tables]
     for head, lines in page.remarks:
         parts.append(f"<h2>{_safe(head)}</h2>" + "".join(f"<p>{_safe(line)}</p>" for line in lines))

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvarena.experiments.foreign import read_object
 from kvarena.experiments.report_pages import Page, Reader
 from kvarena.experiments.tables import Table
-from kvarena.experiments.verify_studies import read_json
 
 if TYPE_CHECKING:
     from kvarena.experiments.results import Result
@@ -27,12 +27,12 @@ def _toml(data: Any) -> str:
 
 def _beside(folder: Path) -> dict[str, Any]:
     path = folder / "provenance.json"
-    return read_json(path) if path.is_file() else {}
+    return read_object(path) if path.is_file() else {}
 
 
 def _result(folder: Path) -> Page:
     """result.json: a comparison, an engine run, or a capacity or rate study."""
-    kind = read_json(folder / "result.json").get("kind")
+    kind = read_object(folder / "result.json").get("kind")
     readers: dict[Any, Reader] = {"capacity": _capacity, "rate": _rate}
     if kind in readers:
         return readers[kind](folder)
@@ -146,7 +146,7 @@ def _resampled(folder: Path) -> Page:
         return figure
 
     caption = "Paired differences of the token hit rate with nominal 95 % intervals, over resamples of the trace."
-    data = read_json(folder / "study.json")
+    data = read_object(folder / "study.json")
     return Page(
         f"How sure: {found.trace}",
         [interval_table(found)],

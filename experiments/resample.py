@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from kvarena.experiments.budget import format_bytes
 from kvarena.experiments.config import SCHEMA_VERSION, Config, config_from_mapping
+from kvarena.experiments.foreign import read_json, read_toml
 from kvarena.experiments.outputs import refuse_other_options
 from kvarena.experiments.plots import _finish, _new_axes, _pool_axis, _styled
 from kvarena.experiments.style import FORMATS, looks, printable
@@ -87,6 +87,7 @@ def replicate(
         raise ValueError("allocators: a difference needs two, found one")
     if config.workload.resample is not None:
         raise ValueError("workload.resample: set by this study itself; leave it out")
+    _refuse_few_groups(config)
     points: list[dict[str, Any]] = [{}, *({"workload.resample": draw} for draw in range(1, replicates + 1))]
     base = {**_at_fixed_pools(config), "sweep": points}
     _refuse_other(Path(out), base)
@@ -103,15 +104,23 @@ def replicate(
     return found
 
 
+def _refuse_few_groups(config: Config) -> None:
+    """Raise ValueError before anything runs when the trace cannot be resampled."""
+    from kvarena.experiments.families import groups_of
+    from kvarena.experiments.loading import trace_of
+
+    groups_of(trace_of(config, config.workload.seed_list[0]), config.workload.requests)
+
+
 def _refuse_other(folder: Path, base: dict[str, Any]) -> None:
     """Raise ValueError when the study in the folder, finished or not, is of another config. More resamples of the same
     one are welcome."""
     earlier = None
     if (folder / STUDY).is_file():
-        earlier = json.loads((folder / STUDY).read_text(encoding="utf-8")).get("config")
+        earlier = read_json(folder / STUDY).get("config")
     cell = next(iter(sorted(folder.glob("cells/*/config.toml"))), None)
     if earlier is None and cell is not None:
-        earlier = tomllib.loads(cell.read_text(encoding="utf-8"))
+        earlier = read_toml(cell)
         earlier["workload"].pop("resample", None)
     if earlier is not None:
         refuse_other_options(folder, "a study", earlier, _without_sweep(base))
@@ -125,7 +134,7 @@ def open_replicates(path: Path | str) -> Replicates:
     """Read a finished study; `open_sweep` reads its cells. Raises ValueError when there is none."""
     file = Path(path) / STUDY
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = read_json(file)
         table = pd.DataFrame(data["table"])
         names = [one["name"] for one in data["allocators"]]
         found = Replicates(
@@ -204,7 +213,8 @@ def interval_table(found: Replicates) -> Table:
     rows = []
     keys = found.intervals[["pool_bytes", "allocator"]].drop_duplicates().itertuples(index=False)
     for pool, name in keys:
-        part = found.intervals.query("pool_bytes == @pool and allocator == @name").to_dict("records")
+        own = (found.intervals["pool_bytes"] == pool) & (found.intervals["allocator"] == name)
+        part = found.intervals[own].to_dict("records")
         by = {row["measure"]: row for row in part}
         q = ", ".join(f"{by[measure]['q']:.2g}" for measure in MEASURES)
         rows.append([format_bytes(int(pool)), names[str(name)], *(_cell(by[measure]) for measure in MEASURES), q])

@@ -49,10 +49,12 @@ def resample(
     """Say how sure the differences are: redraw the trace's sessions or prefix families, rerun all allocators, and give
     95 % intervals of the paired differences, corrected for their number."""
     from kvarena.experiments.commands import compare_config
+    from kvarena.experiments.foreign import reading
     from kvarena.experiments.resample import open_replicates, replicate
 
     if saved is not None:
-        _show(open_replicates(saved), out, force, as_json)
+        with reading(saved):
+            _show(open_replicates(saved), out, force, as_json)
         return
     flags: dict[str, Any] = {"trace": trace, "allocators": allocators, "pool": pool, "model": model}
     config = compare_config(what, set_ or [], **flags, requests=requests, seeds=None)

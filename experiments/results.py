@@ -16,7 +16,6 @@ import errno
 import json
 import os
 import shutil
-import tomllib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from kvarena.experiments.config import SCHEMA_VERSION, config_diff
+from kvarena.experiments.foreign import read_object, read_toml
 from kvarena.experiments.outputs import as_path, remove_stale
 from kvarena.experiments.provenance import sha256
 from kvarena.experiments.result_check import check_manifest, check_same_numbers, check_tables, other_code
@@ -181,7 +181,7 @@ def load_result(path: Path | str) -> Result:
 
     folder = as_path(path, "path")
     refuse_partial(folder)
-    manifest = _read_json(folder / MANIFEST)
+    manifest = read_object(folder / MANIFEST)
     if manifest.pop("schema_version", None) != SCHEMA_VERSION:
         raise ValueError(f"{folder / MANIFEST}: schema_version: expected {SCHEMA_VERSION}")
     return load_tables(folder, manifest)
@@ -189,12 +189,12 @@ def load_result(path: Path | str) -> Result:
 
 def load_tables(folder: Path, manifest: dict[str, Any]) -> Result:
     """The tables beside a manifest. Raises ValueError naming what is missing, broken, or does not belong together."""
-    provenance = _read_json(folder / "provenance.json")
+    provenance = read_object(folder / "provenance.json")
     if provenance.pop("schema_version", None) != SCHEMA_VERSION:
         raise ValueError(f"{folder / 'provenance.json'}: schema_version: expected {SCHEMA_VERSION}")
     try:
         check_manifest(manifest)
-        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        config = read_toml(folder / "config.toml")
         summary = _read_summary(folder / "summary.csv", len(manifest["budgets"]))
         frames = {name: pd.read_parquet(folder / f"{name}.parquet") for name in FRAMES}
         check_tables({**frames, "summary": summary})
@@ -365,7 +365,7 @@ def _is_ours(path: Path) -> bool:
 
 def _has_manifest(folder: Path) -> bool:
     try:
-        return "schema_version" in _read_json(folder / MANIFEST)
+        return "schema_version" in read_object(folder / MANIFEST)
     except ValueError:
         return False
 
@@ -382,13 +382,3 @@ def write_parquet(frame: pd.DataFrame, path: Path) -> None:
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: cannot be read as a result ({error})") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: expected an object, found {type(data).__name__}")
-    return data

@@ -81,13 +81,15 @@ def explain(
 ) -> None:
     """Say why each prompt token was not served from the cache: one reason each, adding up to the misses."""
     from kvarena.experiments.explain import REASONS
+    from kvarena.experiments.foreign import reading
     from kvarena.experiments.outputs import check_table
     from kvarena.experiments.study import explain_folder, explain_trace, write_table
 
     if saved is not None:
         if any(given is not None for given in (result, request, allocator, pool, seed, trace)) or set_:
             raise ValueError("explain: --saved shows a table as it is; no other option goes with it but --out")
-        _show_reasons(saved, out, as_json)
+        with reading(saved):
+            _show_reasons(saved, out, as_json)
         return
     check_table(out, REASONS)
     tick = None if quiet else _Ticker()

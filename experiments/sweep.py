@@ -26,6 +26,7 @@ from typing import Any
 
 import pandas as pd
 from kvarena.experiments.config import SCHEMA_VERSION
+from kvarena.experiments.foreign import read_json
 from kvarena.experiments.outputs import as_path
 from kvarena.experiments.partial import Interrupted
 from kvarena.experiments.results import MANIFEST, Result, finished_folder, load_result
@@ -108,9 +109,9 @@ def open_sweep(path: Path | str) -> SweepResult:
     """Read a sweep's folder, finished or not. Raises ValueError when there is none."""
     folder = Path(path)
     try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        index = read_json(folder / INDEX)
         keys = {_key_of(cell) for cell in index["cells"]}
-        failures = {key: json.loads(_failed(folder, key).read_text()) for key in keys if _failed(folder, key).is_file()}
+        failures = {key: read_json(_failed(folder, key)) for key in keys if _failed(folder, key).is_file()}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder / INDEX}: cannot be read as a sweep ({error})") from None
     if index.get("schema_version") != SCHEMA_VERSION:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvarena.experiments.config import apply_sets, config_from_mapping
+from kvarena.experiments.foreign import read_toml
 from kvarena.experiments.provenance import sha256
 
 Kind = Literal["compare", "run"]
@@ -55,12 +55,7 @@ def load_sweep(path: Path, sets: Iterable[str] = ()) -> list[SweepCell]:
 
     Raises ValueError naming the file, the cell and the field.
     """
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read as a config ({error})") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: not TOML: {error}") from None
+    data = read_toml(path)
     try:
         return sweep_cells(data, sets)
     except ValueError as error:

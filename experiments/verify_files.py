@@ -101,9 +101,9 @@ def _at_most(value: Any, limit: Any) -> bool:
 
 def verify_upstream(path: Path, again: bool) -> Verdict:
     """Operations and differences are the sums of those of the settings. What was driven, only a new run can show."""
-    from kvarena.experiments.verify_studies import read_json
+    from kvarena.experiments.foreign import read_object
 
-    data = read_json(path)
+    data = read_object(path)
     verdict = Verdict(path, f"live verification of {data['package']} {data.get('version')}")
     try:
         ops = sum(one["ops"] for one in data["settings"])

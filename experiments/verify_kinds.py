@@ -13,6 +13,7 @@ import pandas as pd
 from kvarena.experiments import verify_capacity as capacity
 from kvarena.experiments import verify_files as files
 from kvarena.experiments import verify_studies as studies
+from kvarena.experiments.foreign import read_object, reading
 from kvarena.experiments.partial import PARTIAL
 from kvarena.experiments.results import MANIFEST
 from kvarena.experiments.sweep import INDEX
@@ -39,10 +40,13 @@ class Kind:
     check: Check | None = None
 
     def verify(self, path: Path, again: bool) -> Verdict:
-        """What holds at `path`, which is of this kind."""
+        """What holds at `path`, which is of this kind. Raises ValueError when its contents cannot be read so."""
         if self.check is None:
             return Verdict(path, self.name, why_not=self.how)
-        return self.check(path, again)
+        with reading(path, f"{self.name}, written by `kvarena {self.command}`"):
+            verdict = self.check(path, False)
+        # Its contents could be read: what fails in running it again is no fault of theirs.
+        return self.check(path, True) if again else verdict
 
 
 def kind_at(path: Path) -> Kind:
@@ -67,7 +71,7 @@ def _has(*names: str) -> Callable[[Path], bool]:
 
 def _of_kind(kind: str) -> Callable[[Path], bool]:
     """A folder whose result.json has that kind."""
-    return lambda path: (path / MANIFEST).is_file() and studies.read_json(path / MANIFEST).get("kind") == kind
+    return lambda path: (path / MANIFEST).is_file() and read_object(path / MANIFEST).get("kind") == kind
 
 
 def _table_with(*columns: str) -> Callable[[Path], bool]:
@@ -95,7 +99,7 @@ def _json_with(*fields: str) -> Callable[[Path], bool]:
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    data = studies.read_json(path)
+    data = read_object(path)
     return data if "schema_version" in data else {}
 
 

@@ -6,7 +6,6 @@ wrote it; what they do not determine is named.
 
 from __future__ import annotations
 
-import json
 import math
 from fractions import Fraction
 from itertools import pairwise
@@ -14,22 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from kvarena.experiments.foreign import read_object
 from kvarena.experiments.sweep import INDEX
 from kvarena.experiments.verify_numbers import agrees
 from kvarena.experiments.verify_verdict import Verdict
 
 CLOSE = 1e-9  # relative, of sums in another order
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object. Raises ValueError naming the file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: expected an object, found {type(data).__name__}")
-    return data
 
 
 def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -190,12 +179,16 @@ def verify_ladder(path: Path, again: bool) -> Verdict:
         verdict.check("subsets", whole, f"subsets.csv: pool {pool}: not every subset of the rungs once")
         for metric in METRICS if whole else ():
             values = [_value(row, metric) for row in rows_of(subsets)]
-            shares = made.attribution.query("pool_bytes == @pool and metric == @metric")
+            shares = _of_metric(made.attribution, pool, metric)
             _check_shares(metric, values, made.rungs, rows_of(shares), verdict)
-            pairs = made.interactions.query("pool_bytes == @pool and metric == @metric")
+            pairs = _of_metric(made.interactions, pool, metric)
             _check_pairs(metric, values, made.rungs, rows_of(pairs), verdict)
     verdict.unseen["times.csv"] = "it is measured"
     return verdict
+
+
+def _of_metric(frame: pd.DataFrame, pool: int, metric: str) -> pd.DataFrame:
+    return frame[(frame["pool_bytes"] == pool) & (frame["metric"] == metric)]
 
 
 def _value(row: dict[str, Any], metric: str) -> Fraction:
@@ -333,7 +326,7 @@ def verify_claims(path: Path, again: bool) -> Verdict:
     """Each verdict from its values and the claim's ranges, against the claim's file as it is now."""
     from kvarena.experiments.claims import load_claims
 
-    rows = read_json(path / "claims.json").get("findings")
+    rows = read_object(path / "claims.json").get("findings")
     if not isinstance(rows, list):
         raise ValueError(f"{path / 'claims.json'}: findings: expected a list")
     verdict = Verdict(path, f"claims, {len(rows)} findings")

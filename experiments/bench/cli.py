@@ -49,6 +49,7 @@ def allocators(
     """
     from kvarena.experiments.bench import alloc_saved, alloc_tables
     from kvarena.experiments.bench import allocators as bench
+    from kvarena.experiments.foreign import reading
     from kvarena.experiments.results import refuse_others
 
     def say(text: str) -> None:
@@ -60,7 +61,8 @@ def allocators(
     if saved and runs > 1:
         raise ValueError("--runs: with --saved nothing is run; expected one of them")
     if saved:
-        rows = alloc_saved.together([alloc_saved.load(folder) for folder in saved])
+        with reading(saved[0], "rows of `kvarena bench allocators`"):
+            rows = alloc_saved.together([alloc_saved.load(folder) for folder in saved])
     else:
         effort = bench.Effort.quick() if quick else bench.Effort(requests, repeats, samples, largest)
         if runs > 1:
@@ -69,7 +71,8 @@ def allocators(
             rows = alloc_saved.several(runs, lambda: bench.run(only or bench.STUDIES, effort, say), out, say)
         else:
             rows = list(bench.run(only or bench.STUDIES, effort, say))
-    print(alloc_tables.text(rows), file=sys.stderr)
+    with reading(saved[0] if saved else None, "rows of `kvarena bench allocators`"):
+        print(alloc_tables.text(rows), file=sys.stderr)
     if out is None:
         import json
 
@@ -104,6 +107,7 @@ def kernels(
     if part is None and saved is None:
         raise ValueError("--part or --saved: expected one of them, found neither")
     from kvarena.experiments.bench import kernel_plots, tables
+    from kvarena.experiments.foreign import reading
 
     failed = 0
     if part is not None:
@@ -111,12 +115,13 @@ def kernels(
 
         failed = bench_kernels(part, out, [name for name in peers.split(",") if name], budget)
         saved = out or default_out(part)
-    result = kernel_plots.load_kernels(saved or Path())
-    if part is None:
-        tables.print_tables(result, sys.stderr)
-    if figures is not None:
-        written = kernel_plots.save_figures(result, figures, force)
-        print(f"{len(written)} files in {figures}", file=sys.stderr)
+    with reading(saved):
+        result = kernel_plots.load_kernels(saved or Path())
+        if part is None:
+            tables.print_tables(result, sys.stderr)
+        if figures is not None:
+            written = kernel_plots.save_figures(result, figures, force)
+            print(f"{len(written)} files in {figures}", file=sys.stderr)
     if failed:
         raise typer.Exit(1)
 
@@ -127,5 +132,7 @@ def spread_of_runs(
 ) -> None:
     """Show how far the values of several runs of `bench allocators` lie apart."""
     from kvarena.experiments.bench import alloc_saved, alloc_tables
+    from kvarena.experiments.foreign import reading
 
-    print(alloc_tables.spread([alloc_saved.load(folder) for folder in folders]), end="")
+    with reading(folders[0], "rows of `kvarena bench allocators`"):
+        print(alloc_tables.spread([alloc_saved.load(folder) for folder in folders]), end="")

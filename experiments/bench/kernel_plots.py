@@ -6,13 +6,13 @@ denominators (`paging_cost`): looking up, scatter, page size, and the best conti
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kvarena.experiments.bench.tables import TARGETS_HEAD, Row, all_peers, read_ceiling, rows_of, targets_markdown
+from kvarena.experiments.foreign import read_object
 from kvarena.experiments.outputs import refuse_other_figures, refuse_other_file, source_of
 from kvarena.experiments.style import STYLE, add_footer, save_figure
 
@@ -50,10 +50,7 @@ POINT_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000
 
 def load_kernels(path: Path) -> dict[str, Any]:
     """A results file of `kvarena bench kernels`. ValueError: not one, or of another schema."""
-    try:
-        whole: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: expected JSON, found {error}") from None
+    whole = read_object(path)
     if whole.get("schema_version") != 1 or "parts" not in whole:
         raise ValueError(f"{path}: expected schema_version 1 with parts, found {whole.get('schema_version')!r}")
     return whole

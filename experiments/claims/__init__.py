@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvarena.experiments.config import SCHEMA_VERSION
+from kvarena.experiments.foreign import read_json
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Verdict = Literal["reproduced", "refuted", "depends", "not tested"]
@@ -231,7 +232,7 @@ def _read(folder: Path) -> list[tuple[Finding, str]]:
     """Findings of claims as they are now, each with the hash of the file that was tested."""
     path = folder / "claims.json"
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["findings"]
+        rows = read_json(path)["findings"]
         kept = [(row["id"], row["sha256"], row["values"], row["reason"]) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: cannot be read as findings ({error})") from None

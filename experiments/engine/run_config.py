@@ -5,7 +5,6 @@ A preset is a whole server: scheduler, limits, result lag and allocator of one u
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +14,7 @@ from kvarena.experiments.capacity_backends import page_size_for
 from kvarena.experiments.config import PoolConfig, PositiveInt, WorkloadConfig, copied, load_config, toml_value
 from kvarena.experiments.engine.scheduler import SchedulerConfig
 from kvarena.experiments.engine.step_time import HOST
+from kvarena.experiments.foreign import read_toml
 from kvarena.experiments.specs import AllocatorEntry, allocator_entry
 from pydantic import (
     BaseModel,
@@ -207,12 +207,7 @@ SECTION_OF = {field: name for name, section in SECTIONS.items() for field in sec
 
 def load_run_config(path: Path, sets: Iterable[str] = ()) -> RunConfig:
     """Read a TOML config of a run, with `key=value` pairs on top. Raises ValueError naming file and field."""
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read as a config ({error})") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: not TOML: {error}") from None
+    data = read_toml(path)
     try:
         return run_config(data, sets)
     except ValueError as error:
@@ -222,10 +217,7 @@ def load_run_config(path: Path, sets: Iterable[str] = ()) -> RunConfig:
 def resolved_config(path: Path, sets: Iterable[str] = ()) -> dict[str, Any]:
     """A config file with every field resolved, whether it is one of a run (it has an [allocator], a preset or a
     scheduler) or of a comparison."""
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
-        data = {}  # the loader below says what is wrong
+    data = read_toml(path)
     engine = data.get("engine")
     if {"allocator", "preset"} & set(data) or (isinstance(engine, Mapping) and "scheduler" in engine):
         return load_run_config(path, sets).resolved()

@@ -33,6 +33,7 @@ from kvarena.experiments.engine.attention_time import (
     page_factor,
 )
 from kvarena.experiments.engine.scheduler import StepPlan
+from kvarena.experiments.foreign import read_json
 from kvarena.experiments.models import ITEMSIZE, ModelShape
 
 STEP_TIMES_VERSION = 2
@@ -278,10 +279,7 @@ def load_gpu_times(path: Path | None = None) -> GpuTimes:
         path = Path(kvarena.__file__).resolve().parent.parent / CALIBRATION
         if not path.is_file():
             return GpuTimes()
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as step times ({error})") from None
+    data = read_json(path, "step times")
     if not isinstance(data, dict) or data.pop("schema_version", None) != STEP_TIMES_VERSION:
         raise ValueError(f"{path}: schema_version: expected {STEP_TIMES_VERSION}")
     try:
@@ -311,7 +309,8 @@ def _checked(name: str, value: Any) -> Any:
     for number in [] if name in ("source", "calibrated") else numbers:
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):
             raise ValueError(f"{name}: expected a number from 0 up, found {number!r}")
-    if name.endswith(("_gbps", "_tflops", "gbps", "sharpness")) and not value > 0:
+    above = name.endswith(("gbps", "_tflops", "sharpness"))
+    if above and not (isinstance(value, int | float) and value > 0):
         raise ValueError(f"{name}: expected a number above 0, found {value!r}")
     return value
 

@@ -100,6 +100,24 @@ def _sweep_config(path: Path) -> Any:
     return [cell.key for cell in load_sweep(path)]
 
 
+def _rate_config(path: Path) -> Any:
+    from kvarena.experiments.rate import load_rate_plan
+
+    return [repr(load_rate_plan(path))]
+
+
+def _ladder_config(path: Path) -> Any:
+    from kvarena.experiments.ladder import read_base
+
+    return read_base(str(path))
+
+
+def _measured_capacity(path: Path) -> Any:
+    from kvarena.experiments.capacity_card import read_measured
+
+    return read_measured(path)
+
+
 def _step_times(path: Path) -> Any:
     from kvarena.experiments.engine.step_time import load_gpu_times
 
@@ -274,6 +292,19 @@ MESSAGES = tuple(
          "block_size": 2, "lora_name": "a"}]})]
     for number in range(2)
 )  # fmt: skip
+STEP_TIMES = {
+    "schema_version": 2,
+    "decode": {"base_us": 10.5, "token_us": {"128": 0.016}, "l2_gbps": 13072.1, "pages": {"req_to_token/1": 1.0}},
+    "extend": {"base_us": 11.7, "gbps": 8000.0, "sharpness": 2.3},
+    "linear_tflops": 752.4,
+    "source": "a card",
+}
+MEASURED = {
+    "schema_version": 1,
+    "kind": "capacity",
+    "gpu": {"name": "a card", "total_bytes": 80_000_000_000},
+    "cells": [{"panel": "equal", "load": "short", "design": "block-16", "predicted": 9, "measured": 9}],
+}
 SWEEP = COMPARE + b'[sweep]\nlive = [1, 2]\n"allocators.0.page_size" = [1, 16]\n'
 
 
@@ -295,5 +326,10 @@ def readers() -> dict[str, Reader]:
     found.append(Reader("sched scenario", {"s.jsonl": lines(*SCHED)}, _sched, SCHED))
     configs = {"compare config": (COMPARE, _compare_config), "run config": (RUN, _run_config)}
     configs["sweep config"] = (SWEEP, _sweep_config)
+    configs["rate config"] = (RUN + b"[rate]\nshares = [0.5, 1.0]\nhit_rates = [0.3]\n", _rate_config)
+    ends = b'[ladder]\nfrom = "vllm"\nto = "sglang"\nfields = ["page_size"]\n[ladder.rungs]\nlive = [1, 8]\n'
+    configs["ladder config"] = (COMPARE + ends, _ladder_config)
     found += [Reader(name, {"c.toml": data}, read) for name, (data, read) in configs.items()]
+    documents = {"step times": (STEP_TIMES, _step_times), "measured capacity": (MEASURED, _measured_capacity)}
+    found += [Reader(name, {"d.json": json.dumps(data).encode()}, read) for name, (data, read) in documents.items()]
     return {reader.name: reader for reader in found}
