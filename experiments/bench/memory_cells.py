@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from kvarena.allocators.interface import Sequence
 from kvarena.experiments.bench.adapter_cells import adapter_rows
 from kvarena.experiments.bench.attention_cells import pool_views
 from kvarena.experiments.bench.runner import Cell, Competition
@@ -135,9 +133,10 @@ def plan_competition(shape_name: str) -> Competition:
 
 
 def swap_rows() -> Iterator[dict[str, Any]]:
-    """Wall clock between pool and pinned memory, each way, against one contiguous copy: 65 MB, and eight times that.
+    """Wall clock between pool and pinned memory, each way, 65 MB and eight times that, beside what bounds it.
 
-    65 MB travel in one piece, 524 MB in pieces that are packed while others travel.
+    "one copy" is a plain copy of as many bytes; "pack and copy" one launch and one copy, with nothing checked and the
+    ids on the device beforehand: what a transfer would take if the host had nothing to do and nothing overlapped.
     """
     for page, num_bytes in ((1, SWAP_BYTES), (16, SWAP_BYTES), (1, 8 * SWAP_BYTES), (16, 8 * SWAP_BYTES)):
         pool = KVPool(1, POOL_SLOTS // 4 // page, page, 8, 128, dtype=torch.bfloat16, device="cuda")
@@ -148,17 +147,37 @@ def swap_rows() -> Iterator[dict[str, Any]]:
         host = torch.empty((count, pool.bytes_per_page), dtype=torch.uint8, pin_memory=True)
         _check_swap(pool, ids, host)
         device = torch.empty_like(host, device="cuda")
-        ways: dict[str, Callable[[], object]] = {
-            "out": functools.partial(copy.gather_pages, pool.layers, ids, host),
-            "in": functools.partial(copy.scatter_pages, host, pool.layers, ids),
-            "out_contiguous": functools.partial(host.copy_, device, non_blocking=True),
-            "in_contiguous": functools.partial(device.copy_, host, non_blocking=True),
+        ways: dict[tuple[str, str], Callable[[], object]] = {
+            ("out", "kvarena"): functools.partial(copy.gather_pages, pool.layers, ids, host),
+            ("in", "kvarena"): functools.partial(copy.scatter_pages, host, pool.layers, ids),
+            ("out", "one copy"): functools.partial(host.copy_, device, non_blocking=True),
+            ("in", "one copy"): functools.partial(device.copy_, host, non_blocking=True),
+            **_pack_and_copy(pool, ids, host, device),
         }
-        for way, timed in wall_all(ways).items():
-            kernel = "one copy" if way.endswith("contiguous") else "kvarena"
-            labels = {"op": "swap", "page": page, "mb": round(num_bytes / 1e6), "way": way.split("_")[0]}
+        for (way, kernel), timed in wall_all(ways).items():
+            labels = {"op": "swap", "page": page, "mb": round(num_bytes / 1e6), "way": way, "kernel": kernel}
             found = timed.row()
-            yield {**labels, "kernel": kernel, **found, "gbps": round(host.numel() / found["us"] / 1e3, 1)}
+            yield {**labels, **found, "gbps": round(host.numel() / found["us"] / 1e3, 1)}
+
+
+def _pack_and_copy(
+    pool: KVPool, ids: Tensor, host: Tensor, device: Tensor
+) -> dict[tuple[str, str], Callable[[], object]]:
+    """One launch and one copy each way, through scratch memory `device`."""
+    runs, base, on_device = copy._runs(list(pool.layers)), pool.layers[0], ids.int().cuda()
+
+    def pack(gather: bool) -> None:
+        runs.pack(base, on_device, 0, len(ids), device, gather=gather)
+
+    def out() -> None:
+        pack(gather=True)
+        host.copy_(device, non_blocking=True)
+
+    def back() -> None:
+        device.copy_(host, non_blocking=True)
+        pack(gather=False)
+
+    return {("out", "pack and copy"): out, ("in", "pack and copy"): back}
 
 
 def _check_swap(pool: KVPool, ids: Tensor, host: Tensor) -> None:
@@ -195,35 +214,7 @@ def host_rows() -> Iterator[dict[str, Any]]:
         "store": lambda: store_kv(k, v, k_cache, v_cache, slots),
         "slot_mapping": lambda: compute_slot_mapping(table, starts, positions, mapping),
     }
-    calls["adapter"] = _adapter_step()
     for name, timed in host_all(calls).items():
         found = timed.row()
         yield {"op": "host", "what": name, "kernel": "kvarena", "us": found["us"], "spread": found["spread"]}
     yield from adapter_rows()
-
-
-class _FixedPages:
-    """A page source that owns a fixed run of pages for each request: the adapter's cost without an allocator's."""
-
-    page_size = 16
-    num_pages = 2**20
-
-    def __init__(self, pages_each: int) -> None:
-        self._pages_each = pages_each
-
-    def page_ids(self, seq: Sequence) -> array[int]:
-        first = 1 + int(seq.request_id) * self._pages_each
-        return array("i", range(first, first + self._pages_each))
-
-
-def _adapter_step() -> Callable[[], object]:
-    """A decode step of 256 requests through the adapter: header, upload, positions, slot mapping; no page changes."""
-    from kvarena.allocators.adapter import BlockTableAdapter
-
-    adapter = BlockTableAdapter(_FixedPages(64), max_requests=256, max_tokens=2048, device="cuda")
-    seqs = [Sequence(str(i), [1] * 1000) for i in range(256)]
-    for seq in seqs:
-        adapter.add(seq)
-        seq.num_computed_tokens = 999
-    ones = [1] * len(seqs)
-    return lambda: adapter.batch(seqs, ones)

@@ -245,8 +245,8 @@ def _memory_targets(whole: Mapping[str, Any]) -> list[Target]:
         found.append(_at_least(f"copy_pages {row['pages']} pages, {row['layers']} layers: GB/s", 3300, row["gbps"]))
     for row in rows_of(whole, op="swap", kernel="kvarena"):
         if row.get("mb", 66) == 66:
-            plain = rows_of(whole, **{k: row[k] for k in ("op", "page", "way") if k in row}, kernel="one copy", mb=66)
-            beside = f"one copy of these bytes: {plain[0]['gbps']}" if plain else ""
+            same = [r for r in rows_of(whole, op="swap", page=row["page"], way=row["way"], mb=66) if r is not row]
+            beside = ", ".join(f"{each['kernel']}: {each['gbps']}" for each in same)
             found.append(_at_least(f"swap {row['way']} page {row['page']}: GB/s", 50, row["gbps"], beside=beside))
     for row in rows_of(whole, op="slot_mapping"):
         found.append(_at_most(f"slot mapping {row['point']} {row['table']}: us", 5, row["us"]))
