@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from kvarena.experiments.claims import NotHereError
 
 SAVED = Path("results/h200/kernels.json")  # in a checkout
+UPSTREAM = Path("results/upstream")
 POINTS = ("32x4k", "64x2k", "128x1k", "256x1k", "64x16k", "256x4k")  # memory-bound ones of the saved decode grid
 
 
@@ -38,6 +40,18 @@ def kernel_pages() -> dict[str, float]:
     for size in (1, 64):
         ratios = [plots._ours(result, point, study="grid", page=size) / base[point] - 1 for point in points]
         values[f"worst_{size}_over_16"] = max((r for r in ratios if not math.isnan(r)), key=abs)
+    return values
+
+
+def beside_upstream(packages: Sequence[str]) -> dict[str, float]:
+    """Share of the random operations, driven through ours and the real package side by side, that differed."""
+    values = {}
+    for package in packages:
+        path = UPSTREAM / f"{package}.json"
+        if not path.is_file():
+            raise NotHereError(f"{path} is not here: run from a checkout, or `kvarena verify upstream`")
+        data = json.loads(path.read_text(encoding="utf-8"))
+        values[f"differ_{package}"] = data["differences"] / data["ops"]
     return values
 
 
