@@ -93,11 +93,22 @@ def as_token_buffer(tokens: Any) -> array[int]:
         raise ValueError(f"token_ids: expected integers that fit int32 ({error})") from None
 
 
+def _check_hashable(request_id: Any, namespace: Any) -> None:
+    """Raise ValueError for a name by which nothing can be found again."""
+    for name, value in (("request_id", request_id), ("namespace", namespace)):
+        try:
+            hash(value)
+        except TypeError as error:
+            raise ValueError(f"{name}: expected a hashable value, found {value!r} ({error})") from None
+
+
 class Sequence:
     """One request as an allocator sees it: its tokens and how far their KV is written.
 
-    request_id         unique among live sequences
-    token_ids          array('i'): prompt, then generated tokens; grows by `append`
+    request_id         unique among live sequences; any hashable value, mostly a string
+    token_ids          array('i'): prompt, then generated tokens; grows by `append`. Any int32 is taken: a look for
+                       negative ids would double the cost of a sequence. The token design refuses ids below -2**30,
+                       which it gives to images
     num_prompt_tokens  length of the original prompt
     num_prefill_tokens tokens the present admission has to compute: the prompt, plus what was generated
                        before a preemption (set it with `resume`)
@@ -145,6 +156,8 @@ class Sequence:
         declared_max_tokens: int | None = None,
         oracle_tokens: int | None = None,
     ) -> None:
+        if type(request_id) is not str or namespace is not None:
+            _check_hashable(request_id, namespace)
         self.request_id = request_id
         self.declared_max_tokens = declared_max_tokens
         self.oracle_tokens = oracle_tokens

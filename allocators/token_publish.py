@@ -24,9 +24,9 @@ def commit(allocator: TokenAllocator, row: Row, n: int, group: array[int]) -> Co
         seq.num_computed_tokens = n
     if row.prefilled:
         return Commit(seq)
-    row.prefilled = n >= seq.num_prefill_tokens
-    before = row.protected
-    runs, new_from = checkpoint(allocator, row, min(n, seq.num_prefill_tokens))
+    prefill, before = seq.num_prefill_tokens, row.protected
+    row.prefilled = n >= prefill
+    runs, new_from = checkpoint(allocator, row, prefill if row.prefilled else n)
     published = row.page_ids[new_from : row.protected]
     duplicates: PageIds = ()
     if runs:
@@ -54,7 +54,8 @@ def checkpoint(allocator: TokenAllocator, row: Row, num_tokens: int) -> tuple[li
     if end <= start and row.checkpointed:
         allocator.tree.touch(old)
         return [], start
-    end = max(end, start)
+    if end < start:
+        end = start
     key = allocator._keys.key(seq, start, end)
     row.node, runs, new_from = allocator.tree.insert(old, key, row.width, row.page_ids, start)
     row.protected = end

@@ -321,7 +321,9 @@ class RadixTree:
     def _grow(self, parent: Node, edge: bytes, width: int, pages: array[int]) -> Node:
         self._clock += 1
         leaf = Node(parent, edge, pages, self._clock)
-        parent.adopt(edge[:width], leaf)
+        if parent.children is _NO_CHILDREN:
+            parent.children = {}
+        parent.children[edge[:width]] = leaf
         self.evictable_pages += len(pages)
         return leaf
 

@@ -9,7 +9,7 @@ from kvarena.allocators.block import BlockAllocator
 from kvarena.allocators.block_hashed import HashedPages
 from kvarena.allocators.block_runs import PageRuns
 from kvarena.allocators.config import design, make_allocator
-from kvarena.allocators.interface import Sequence
+from kvarena.allocators.interface import Release, Sequence
 from support.block_actors import Actors, common, picture
 from support.crowd import Crowd
 
@@ -86,3 +86,39 @@ def test_make_allocator_chooses_the_form() -> None:
     assert form(sliding_window=64) is HashedPages
     injected: Any = make_allocator("vllm", num_pages=4, hash_fn=lambda data: b"x")
     assert type(injected._store) is HashedPages
+
+
+def hit(pool: BlockAllocator, seq: Sequence) -> int:
+    pin = pool.pin(seq)
+    assert pin is not None
+    return pin.hit_tokens
+
+
+def test_a_gap_that_an_abort_leaves_is_no_ground_for_trust() -> None:
+    """Behind the page that the abort took back stands another one, and a colliding text moves into its key."""
+
+    def parity(data: bytes) -> bytes:
+        """Of the first token of a page of 4."""
+        return bytes(byte % 2 for byte in data[-16:-15])
+
+    pool = BlockAllocator(8, design({"kind": "block", "page_size": 4}), hash_fn=parity)
+    text, colliding = [4, 1, 1, 1, 5, 1, 1, 1, 9], [6, 1, 1, 1, 8]
+    first = Sequence("first", text[:5])
+    assert pool.admit(first) is not None  # publishes the first page, writes nothing
+    second = Sequence("second", text)
+    assert hit(pool, second) == 4
+    pool.reserve([(second, 5)])
+    pool.release([first], Release.ABORT)
+    pool.release([second], Release.FINISH)
+    pool.check()
+    third = Sequence("third", colliding)
+    assert hit(pool, third) == 0
+    pool.reserve([(third, 5)])
+    pool.commit([(third, 5)])
+    pool.release([third], Release.FINISH)
+    assert pool.match(Sequence("again", text)).hit_tokens == 0
+    assert pool.match(Sequence("colliding", colliding)).hit_tokens == 4
+    pool.check()
+    pool.reset()
+    assert pool.admit(first) is not None
+    pool.check()

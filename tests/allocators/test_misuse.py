@@ -228,5 +228,13 @@ def test_integers_of_other_types_count(pool):
     pool.check()
 
 
+@pytest.mark.parametrize("names", [{"request_id": ["r"]}, {"request_id": "r", "namespace": {}}], ids=str)
+def test_a_name_that_cannot_be_hashed_is_refused_where_it_is_given(names):
+    wrong = "namespace" if "namespace" in names else "request_id"
+    with pytest.raises(ValueError, match=f"{wrong}: expected a hashable value, found"):
+        Sequence(token_ids=[1, 2], **names)
+    assert Sequence(("a", 1), [1, 2], namespace=("lora", 2)).request_id == ("a", 1)
+
+
 def test_the_examples_hold():
     assert doctest.testmod(_arguments).failed == 0

@@ -315,3 +315,68 @@ def test_texts_agree_only_where_everything_agrees() -> None:
     longer.raw += array("i", [1, 2, 3, 4]).tobytes()
     assert longer.same_prefix(texts[0], 8, 1)
     assert not texts[0].same_prefix(longer, 16, 2)
+
+
+def blunt(data: bytes) -> bytes:
+    """Tells three pages apart, so that most texts share their keys with others."""
+    return bytes([sum(data) % 3])
+
+
+@pytest.mark.parametrize("hash_fn", ["xxh3_64", "sha256", constant, blunt], ids=str)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_gapless_index_finds_what_one_finds_that_looks_at_every_page(hash_fn: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    gapless, thorough = HashChainIndex(64, SIZE, hash_fn, gapless=True), make_index(hash_fn)
+    free, cached = list(range(1, 65)), list[list[int]]()
+    for _ in range(150):
+        tokens = [rng.randrange(2) for _ in range(SIZE * rng.randint(1, 6))]
+        chains = [chain_of(index, tokens) for index in (gapless, thorough)]
+        hit = gapless.match(chains[0], len(tokens) // SIZE)
+        assert hit == thorough.match(chains[1], len(tokens) // SIZE)
+        for own in cached:  # what is hit goes to the end of the order, the last page of a row first
+            own[:] = [page for page in own if page not in hit]
+        while len(free) < len(tokens) // SIZE:
+            oldest = next(own for own in cached if own)
+            page = oldest.pop()
+            assert gapless.drop([page]) == thorough.drop([page]) == [page]
+            free.append(page)
+        new = [free.pop() for _ in range(len(tokens) // SIZE - len(hit))]
+        for index, chain in zip((gapless, thorough), chains, strict=True):
+            index.publish(new, chain, len(hit))
+        cached.append([*hit, *new])
+        assert (gapless.problems(), gapless.duplicates) == ([], thorough.duplicates)
+    assert sorted(gapless.clear()) == sorted(thorough.clear())
+
+
+def test_a_broken_promise_is_found() -> None:
+    index = HashChainIndex(8, SIZE, gapless=True)
+    chain = chain_of(index, [1, 2, 3, 4, 5, 6])
+    index.publish([4, 5, 6], chain, 0)
+    assert index.problems() == []
+    index.drop([5])
+    assert index.problems() == ["page 6: its text up to position 1 is not cached"]
+    index.gapless = False
+    assert index.problems() == []
+    index.clear()
+    index.gapless = True
+    index.publish([5], chain, 1)
+    assert index.problems() == ["page 5: its text up to position 0 is not cached"]
+
+
+def test_colliding_texts_are_told_apart_in_a_gapless_index_until_it_is_empty_and_after() -> None:
+    def parity(data: bytes) -> bytes:
+        """Of the last token."""
+        return bytes(byte % 2 for byte in data[-4:-3])
+
+    index = HashChainIndex(8, SIZE, parity, gapless=True)
+    for _ in range(2):
+        one, other = chain_of(index, [1, 1, 7, 7]), chain_of(index, [3, 3, 5, 5])
+        assert one.keys == other.keys
+        index.publish([1, 2], one, 0)
+        assert index.match(other, 2) == []
+        index.publish([3, 4], other, 0)
+        assert (index.match(one, 2), index.match(other, 2), index.problems()) == ([1, 2], [3, 4], [])
+        index.drop([2, 1])
+        assert (index.match(one, 2), index.match(other, 2)) == ([], [3, 4])
+        assert index.match(chain_of(index, [3, 3, 9, 9]), 2) == [3]
+        index.clear()
