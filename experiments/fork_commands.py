@@ -17,17 +17,24 @@ def add_fork_command(app: typer.Typer) -> None:
 def forks(
     requests: Annotated[int, typer.Option(help="Requests a cell.", min=1)] = 100,
     seed: Annotated[int, typer.Option(help="Of lengths and beams.", min=0)] = 0,
+    sigma: Annotated[float, typer.Option(help="Spread of the lengths: sigma of their logarithm.")] = 0.8,
     scale: Annotated[float, typer.Option(help="How decided the random language model is, nats a rank.")] = 2.0,
     out: Annotated[Path | None, typer.Option(help="Write the table: .csv or .parquet.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say how much memory parallel samples and beams save by sharing pages, beside the published figures."""
-    from kvarena.experiments.forking import Model, frame, savings_table, study
+    """Say how much memory parallel samples and beams save by sharing pages, beside the published figures, and why they
+    differ."""
+    from kvarena.experiments.forking import Model, frame, reasons, savings_table, study
     from kvarena.experiments.outputs import check_table
     from kvarena.experiments.study import write_table
 
     check_table(out, ("lengths", "method", "width", "published_low", "published_high"))
-    rows = study(requests=requests, seed=seed, model=Model(scale))
+    rows = study(requests=requests, seed=seed, sigma=sigma, model=Model(scale))
     if out is not None:
         write_table(frame(rows), out)
-    print_rows(frame(rows)) if as_json else print_rich(savings_table(rows))
+    if as_json:
+        print_rows(frame(rows))
+        return
+    print_rich(savings_table(rows))
+    for line in reasons(rows):
+        typer.echo(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,15 @@ import pytest
 from kvarena.allocators.config import make_allocator
 from kvarena.experiments import forking
 from kvarena.experiments.cli import app
-from kvarena.experiments.forking import ALPACA, SHAREGPT, Model, beam_steps, run_request, saving
+from kvarena.experiments.forking import (
+    ALPACA,
+    SHAREGPT,
+    Model,
+    beam_steps,
+    expected_saving,
+    run_request,
+    saving,
+)
 from typer.testing import CliRunner
 
 BLOCK: dict[str, Any] = {"kind": "block", "page_size": 16}
@@ -102,9 +111,23 @@ def test_the_study_repeats_and_orders_as_it_must() -> None:
 
 @pytest.mark.parametrize("lengths", [ALPACA, SHAREGPT], ids=lambda lengths: lengths.name)
 def test_lengths_have_the_stated_means(lengths: forking.Lengths) -> None:
-    drawn = np.array(lengths.draw(np.random.default_rng(0), 20_000))
-    assert drawn[:, 0].mean() == pytest.approx(lengths.prompt, rel=0.05)
-    assert drawn[:, 1].mean() == pytest.approx(lengths.reply, rel=0.08)  # the longest are clipped
+    for drawn in map(np.array, (method(np.random.default_rng(0), 20_000) for method in (lengths.draw, lengths.spread))):
+        assert drawn[:, 0].mean() == pytest.approx(lengths.prompt, rel=0.05)
+        assert drawn[:, 1].mean() == pytest.approx(lengths.reply, rel=0.08)  # the longest are clipped
+
+
+@pytest.mark.parametrize("width", [2, 6])
+@pytest.mark.parametrize("spec", [BLOCK, TOKEN], ids=["block", "token"])
+def test_what_parallel_samples_save_is_the_closed_form(spec: Any, width: int) -> None:
+    found = saving(ALPACA, "parallel", spec, width, requests=12, seed=0)
+    assert found.saved == pytest.approx(expected_saving(ALPACA, width, spec["page_size"], requests=12), rel=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [ALPACA, SHAREGPT], ids=lambda lengths: lengths.name)
+def test_a_wider_spread_of_lengths_comes_near_the_published_ends(lengths: forking.Lengths) -> None:
+    published = forking.PUBLISHED[lengths.name, "parallel"]
+    found = [expected_saving(replace(lengths, sigma=1.0), width, 16) for width in (2, 6)]
+    assert found == pytest.approx(published, abs=0.022)
 
 
 def test_bad_arguments_are_named() -> None:
@@ -114,6 +137,8 @@ def test_bad_arguments_are_named() -> None:
         saving(ALPACA, "greedy", BLOCK, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a design that forks"):
         saving(ALPACA, "beam", {"kind": "exact", "page_size": 4}, 2, requests=1)
+    with pytest.raises(ValueError, match="sigma: expected"):
+        forking.study(requests=1, sigma=0.0)
     with pytest.raises(ValueError, match="scale: expected"):
         Model(0.0)
 
@@ -125,5 +150,6 @@ def test_the_command_prints_and_writes_the_table(tmp_path: Any) -> None:
     assert "sharegpt-like" in done.output
     assert "6.1 to 9.8 %" in done.output
     head, *lines = out.read_text().splitlines()
-    assert head == "lengths,method,allocator,width,requests,seed,scale,saved,copies,published_low,published_high"
+    assert head == "lengths,method,allocator,width,requests,seed,sigma,scale,saved,copies,published_low,published_high"
+    assert "lengths alone decide" in done.output
     assert len(lines) == 24
