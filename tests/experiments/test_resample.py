@@ -121,10 +121,17 @@ def test_a_damaged_study_is_refused(tmp_path, content):
     [
         ({"allocators": ({"name": "vllm"},)}, "needs two"),
         ({"workload": {"trace": "chat", "resample": 2}}, "set by this study"),
+        ({"workload": {"trace": "chat", "options": {"num_sessions": 19}}}, "has 19 session groups; at least 20"),
+        ({"workload": {"trace": "LENGTHS"}}, "lengths only"),
     ],
 )
 def test_a_study_that_cannot_be_made_is_refused_before_it_runs(tmp_path, change, text):
-    config = config_from_mapping({**small_config().model_dump(), **change})
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("num_prefill_tokens,num_decode_tokens\n" + "100,10\n" * 40)
+    fields = {**small_config().model_dump(), **change}
+    if fields["workload"]["trace"] == "LENGTHS":
+        fields["workload"] = {"trace": str(lengths)}
+    config = config_from_mapping(fields)
     with pytest.raises(ValueError, match=text):
         replicate(config, tmp_path / "out", replicates=10)
     assert not (tmp_path / "out").exists()
