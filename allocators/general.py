@@ -334,6 +334,7 @@ class GeneralAllocator(KVAllocator):
     def evict(self, num_tokens: int) -> list[int]:
         """Drop cached content until `num_tokens` tokens fit into free pages, or none is left."""
         needed = -(-whole(num_tokens, "num_tokens") // self.page_size)
+        self._hold_pins()  # whether or not anything goes, as the fast form of block does
         return self._evict(needed - self.pool.num_free, None, "demand")
 
     def page_ids(self, seq: Sequence) -> array[int]:

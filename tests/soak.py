@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT)]
 
 from support.duet_acts import RandomActs, random_duet  # noqa: E402
 
-KINDS = ("block", "token", "contiguous", "exact")
+KINDS = ("block", "token", "general", "contiguous", "exact")
 LIFE = 5000
 WARM_SHARE = 0.2
 GROWTH_BYTES = 24 * 2**20  # of resident memory after warm-up: an interpreter's own arenas move by about 10 MiB

@@ -9,6 +9,7 @@ from typing import Any
 from kvarena.allocators.config import Design, design
 from kvarena.allocators.interface import Release
 from support.duet import Duet
+from support.general_duet import GeneralDuet
 from support.plain_duet import PlainDuet
 from support.slow_facts import SlowGate
 
@@ -40,11 +41,27 @@ def random_design(rng: random.Random, kind: str) -> Design:
     return design(fields)
 
 
+def random_general(rng: random.Random) -> Design:
+    """Fields of either design that the general form carries out with the same pages."""
+    kind = rng.choice(["block", "token"])
+    fields: dict[str, Any] = {
+        "kind": kind,
+        "page_size": rng.choice([1, 1, 2, 3, 4, 5]),
+        "prefix_cache": rng.random() < 0.9,
+        "last_token_rule": rng.random() < 0.8,
+    }
+    if kind == "token":
+        fields |= {"demand_slack": rng.choice([0, 1, 1, 2]), "eviction_order": rng.choice(ORDERS)}
+    return design(fields)
+
+
 def random_duet(rng: random.Random, kind: str) -> Duet:
     """A small pool, a host tier and few rows, all drawn, under a drawn design."""
     sizes = (rng.choice([rng.randint(1, 8), rng.randint(4, 16)]), rng.randint(0, 6), rng.randint(1, 6))
     if kind in ("token", "block"):
         return Duet(random_design(rng, kind), *sizes)
+    if kind == "general":
+        return GeneralDuet(random_general(rng), *sizes)
     fields: dict[str, Any] = {"kind": kind, "page_size": rng.choice([1, 1, 2, 3, 4])}
     if kind == "contiguous":
         fields |= {"sizing": rng.choice(["max", "pow2", "declared", "oracle"])}

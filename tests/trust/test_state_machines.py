@@ -174,7 +174,7 @@ def test_any_order_of_verbs_decides_as_the_slow_model(machine):
 # Draws of `random` reach deeper than Hypothesis does in the time: thousands of acts in tight pools.
 
 
-@pytest.mark.parametrize("kind", ["token", "block", "contiguous", "exact"])
+@pytest.mark.parametrize("kind", ["token", "block", "general", "contiguous", "exact"])
 @pytest.mark.parametrize("seed", range(24))
 def test_random_verbs_in_tight_pools_decide_as_the_slow_model(kind, seed):
     rng = random.Random(seed)
