@@ -275,18 +275,25 @@ def _range(ends: Range, unit: str) -> str:
     low, high = ends
     if low == high:
         return shown(low, unit)
-    if low < -1e6:
+    if high >= 1000 and unit == "times":
+        return f"at least {shown(low, unit)}"
+    if low < -1e6 or (low <= -1 and unit == "share"):
         return f"at most {shown(high, unit)}"
     return f"{shown(low, unit)} to {shown(high, unit)}"
 
 
 def measured(finding: Finding, expectation: Expectation) -> str:
-    """The value, and where it was measured more than once the range of the repeats."""
+    """The value, and where it was measured more than once the range of the repeats; said where some of these are in
+    the claimed range and others are not."""
     name, unit = expectation.measure, expectation.unit
     text = shown(finding.values[name], unit)
     ends = [finding.values.get(f"{name}.{end}") for end in ("low", "high")]
     low, high = (None if end is None else shown(end, unit) for end in ends)
-    return text if low is None or high is None else f"{text} ({low} to {high})"
+    if low is None or high is None:
+        return text
+    claimed = expectation.claimed
+    sides = {_within(end, claimed) for end in ends if end is not None} if claimed is not None else set()
+    return f"{text} ({low} to {high}{', within noise of the claim' if len(sides) > 1 else ''})"
 
 
 def shown(value: float, unit: str) -> str:
@@ -294,5 +301,5 @@ def shown(value: float, unit: str) -> str:
     if unit == "share":
         return f"{100 * value:.2f} %" if abs(value) < 0.1 else f"{100 * value:.1f} %"
     if unit == "times":
-        return f"{value:.2f}x"
+        return f"{value:.3f}x" if 0.9 < value < 1.1 and round(value, 2) != value else f"{value:.2f}x"
     return f"{value:,.0f} {unit}" if value == int(value) else f"{value:,.2f} {unit}"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from kvarena.experiments import claims
-from kvarena.experiments.claims import Claim, Expectation, Finding, NotHereError, allocation, recorded
+from kvarena.experiments.claims import Claim, Expectation, Finding, NotHereError, allocation, recorded, serving
 from typer.testing import CliRunner
 
 FILE = b"""
@@ -54,6 +54,54 @@ def finding(*held: bool | None, value: float = 1.0) -> Finding:
 )
 def test_the_verdict_is_how_many_measures_lie_in_the_claimed_range(held, verdict):
     assert finding(*held).verdict == verdict
+
+
+def test_repeats_on_both_sides_of_the_claim_are_said_to_be_noise():
+    found = finding(True, value=1.0)
+    [row] = found.claim.expect  # claimed: 1 to 2
+    for low, high, noise in ((0.9, 1.1, True), (1.0, 1.1, False), (0.8, 0.9, False)):
+        shown = claims.measured(Finding(found.claim, {"m0": 1.0, "m0.low": low, "m0.high": high}), row)
+        assert ("within noise of the claim" in shown) == noise, shown
+
+
+def test_a_ratio_near_one_is_shown_to_a_thousandth():
+    assert [claims.shown(x, "times") for x in (0.9934, 1.0, 1.05, 1.0134, 3.1416)] == [
+        "0.993x",
+        "1.00x",
+        "1.05x",
+        "1.013x",
+        "3.14x",
+    ]
+
+
+@pytest.mark.parametrize("lengths", ["sharegpt-like", "alpaca-like"])
+def test_the_best_block_size_is_one_of_those_tried(lengths):
+    found = serving.best_block_size(lengths, (16, 256), 40, 0)
+    assert min(found.values()) == 1.0
+    assert found["latency_256"] > 1.05  # the pool holds fewer requests
+
+
+def test_what_a_cache_gains_is_near_the_closed_form_where_replies_are_one_token():
+    [gain] = serving.gain_at_hits(0.49, [1], 200, 0).values()
+    assert 1.6 < gain < 1 / (1 - 0.49)
+
+
+def test_a_shared_prompt_beats_contiguous_runs_that_share_nothing():
+    found = serving.over_contiguous([80, 341], 40, 40, 200)
+    assert 1 < found["gain_80"] < found["gain_341"]
+
+
+def test_the_order_of_freeing_changes_nothing_where_nothing_is_reused():
+    [gain] = serving.free_order(["no_reuse"], 60, 0).values()
+    assert gain == pytest.approx(1.0, abs=0.01)
+
+
+def test_operations_beside_the_real_packages_that_differed_are_counted(tmp_path, monkeypatch):
+    (tmp_path / "p.json").write_text('{"ops": 1000, "differences": 3}')
+    monkeypatch.setattr(recorded, "UPSTREAM", tmp_path)
+    assert recorded.beside_upstream(["p"]) == {"differ_p": 0.003}
+    with pytest.raises(NotHereError, match=r"q\.json is not here"):
+        recorded.beside_upstream(["q"])
 
 
 def test_ends_of_a_range_belong_to_it_and_predictions_are_counted_apart():
