@@ -19,7 +19,7 @@ from torch import Tensor
 # Pieces that nothing overlaps. Out, the first is packed before anything travels; its 0.3 ms on the way let a slow host
 # prepare the rest. In, the last is unpacked when all have travelled.
 FIRST_BYTES = 16 * 2**20
-LAST_BYTES = 8 * 2**20
+LAST_BYTES = 4 * 2**20
 STAGE_BYTES = 64 * 2**20  # of other pieces; two of them are kept on the device, no larger than needed
 
 # pack(ids, first, count, rows): launch what packs pages ids[first : first + count] into `rows`, or unpacks them, on the
