@@ -536,7 +536,8 @@ def test_an_allocator_from_outside_needs_nothing_special(kind):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned copies and streams need a CUDA device")
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_on_a_card_steps_never_wait_for_the_device_and_buffers_are_right(page_size, kind):
+@pytest.mark.parametrize("way", ["decode", "update_step and batch"])
+def test_on_a_card_steps_never_wait_for_the_device_and_buffers_are_right(way, page_size, kind):
     pool = make_allocator({"kind": "token", "page_size": page_size}, num_pages=4096 // page_size)
     adapter = kind(pool, max_requests=8, max_tokens=1024, device="cuda")
     seqs = [Sequence(f"r{i}", [i] * (40 + i)) for i in range(6)]
@@ -545,11 +546,15 @@ def test_on_a_card_steps_never_wait_for_the_device_and_buffers_are_right(page_si
     steps = pool.decode_batch(seqs)
     slots = []
     for number in range(40):
-        adapter.update_step(steps.reserve())
-        if number > 1:  # the first steps compile
+        step = steps.reserve()
+        if number > 2:  # the first steps compile
             torch.cuda.set_sync_debug_mode("error")
         try:
-            batch = adapter.batch(seqs, [1] * 6, pad_requests=8, pad_tokens=8)
+            if way == "decode":
+                batch = adapter.decode(step, pad_requests=8, pad_tokens=8)
+            else:
+                adapter.update_step(step)
+                batch = adapter.batch(seqs, [1] * 6, pad_requests=8, pad_tokens=8)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         slots.append((batch.slot_mapping.clone(), [pool.page_ids(seq) for seq in seqs], 40 + number))

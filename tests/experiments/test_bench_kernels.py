@@ -143,6 +143,30 @@ def test_a_page_of_targets_counts_each_once_and_names_those_not_met() -> None:
     assert missed
 
 
+def test_page_one_in_runs_of_64_may_be_no_slower_than_page_16() -> None:
+    for us, met in ((984.0, True), (986.0, False)):
+        whole = result()
+        labels = {"op": "decode", "study": "placement", "placement": "groups64", "page": 1, "point": "64x16k"}
+        whole["parts"]["decode"]["rows"].append({**labels, "kernel": "kvarena-block_table", "us": us, "gbps": 4400.0})
+        found = {target.name: target.met for target in tables.targets(whole)}
+        assert found["decode 64x16k: page 1 in runs of 64 slots over page 16"] is met
+
+
+def test_beside_host_bound_targets_stands_what_bounds_them() -> None:
+    swap = {"op": "swap", "page": 16, "mb": 66, "way": "out"}
+    rows = [{**swap, "kernel": kernel, "gbps": rate} for kernel, rate in (("kvarena", 49.0), ("one copy", 54.0))]
+    rows.append({**swap, "kernel": "one copy", "gbps": 1.0, "way": "in"})
+    for what, us in (("adapter_decode", 70.0), ("adapter_floor", 15.0), ("adapter_prefill", 99.0)):
+        rows.append({"op": "host", "what": what, "table": "block_table", "page": 16, "us": us})
+    whole = {"schema_version": 1, "parts": {"rest": {"rows": rows}}}
+    found = {target.name: (target.met, target.beside) for target in tables.targets(whole)}
+    assert found == {
+        "swap out page 16: GB/s": (False, "one copy: 54.0"),
+        "host time of adapter_decode, block_table page 16: us": (False, "its copy and launch alone: 15.0"),
+    }
+    assert "| swap out page 16: GB/s | >= 50 | 49.0 | one copy: 54.0 |" in tables.targets_markdown(whole)
+
+
 def test_rows_with_errors_are_left_out_of_tables() -> None:
     assert tables.rows_of(result(error="late"), op="decode", kernel="kvarena-block_table") == []
 
