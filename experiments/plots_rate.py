@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+LEGEND_CHARACTERS = 130  # of all labels together, in one line
 DASHES = {"p50": "-", "p90": (0, (4, 1.5)), "p99": (0, (1.2, 1.2))}
 
 
@@ -125,7 +126,8 @@ def draw_rate(result: RateResult) -> Figure:
         plot_batch(result, axes[1][1])
         plot_hits(result, axes[1][2])
         lines, labels = axes[0][0].get_legend_handles_labels()
-        figure.legend(lines, labels, loc="outside upper left", ncols=3, fontsize=8, frameon=False)
+        columns = 3 if sum(map(len, labels)) <= LEGEND_CHARACTERS else 2
+        figure.legend(lines, labels, loc="outside upper left", ncols=columns, fontsize=8, frameon=False)
         add_footer(figure, _footer(result))
         return figure
 
