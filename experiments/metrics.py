@@ -171,17 +171,22 @@ def summarise_requests(rows: Sequence[RequestRow]) -> dict[str, float | int | No
     }
 
 
-def pool_fields(allocator: KVAllocator, lengths: Sequence[int]) -> dict[str, int]:
-    """The fields of a step's row that say how the pool stands. `lengths`: tokens with KV of each live request."""
+def pool_fields(allocator: KVAllocator, lengths: Sequence[int], in_flight: int = 0) -> dict[str, int]:
+    """The fields of a step's row that say how the pool stands.
+
+    lengths    tokens with KV of each live request, those that a launched step is writing included
+    in_flight  how many such there are: their slots are no waste, and most designs count them as empty until the commit
+    """
     capacity, size = allocator.capacity(), allocator.page_size
+    tails = sum(-n % size for n in lengths)
     return {
         "free": capacity.free,
         "evictable": capacity.evictable,
         "in_use": capacity.in_use,
         "shared": capacity.shared,
         "duplicates": capacity.duplicates,
-        "wasted_slots": capacity.wasted_slots,
-        "tail_slots": sum(-n % size for n in lengths),
+        "wasted_slots": max(capacity.wasted_slots - in_flight, min(capacity.wasted_slots, tails)),
+        "tail_slots": tails,
         "live_tokens": sum(lengths),
     }
 

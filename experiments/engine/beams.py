@@ -35,6 +35,7 @@ class Beams:
     scores    of each live beam, by request id
     results   candidates of those whose step is done, by request id
     finished  hypotheses that ended, in the order in which they did
+    setbacks  times that they were thrown back since they last went on
     """
 
     width: int
@@ -44,6 +45,7 @@ class Beams:
     results: dict[str, tuple[Candidate, ...]] = field(default_factory=dict)
     finished: list[Hypothesis] = field(default_factory=list)
     count: int = 0  # forks made so far: they name beams
+    setbacks: int = 0
 
     @property
     def complete(self) -> bool:

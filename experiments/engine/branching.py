@@ -159,7 +159,7 @@ def _replace(scheduler: Scheduler, beams: Beams, chosen: list[tuple[EngineReques
         scores[member.id] = score
     for parent, token in stays:
         parent.seq.append(token)
-    beams.members, beams.scores = members, scores
+    beams.members, beams.scores, beams.setbacks = members, scores, 0
 
 
 def _end_all(scheduler: Scheduler, beams: Beams, end: End) -> list[EngineRequest]:

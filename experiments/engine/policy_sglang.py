@@ -29,7 +29,6 @@ class SglangScheduler(Scheduler):
         super().__init__(allocator, config)
         self.running = RunningBatch()
         self.ratio = NewTokenRatio(config.conservativeness)
-        self.chunked: EngineRequest | None = None
         self.chunk_tokens = self._chunk_tokens()
         self.order = WaitingOrder(allocator, config, refreshes=True)
         self.num_rows = 0  # requests that hold a row of the page table
@@ -236,7 +235,11 @@ class SglangScheduler(Scheduler):
 
     def _launch_decode(self, plan: StepPlan) -> StepPlan:
         requests = self.running.requests
-        drafts = {request.id: self.drafts_of(request, self.num_drafts) for request in requests}
+        drafts: dict[str, tuple[int, ...]] = {}
+        left = self.config.max_num_batched_tokens - len(requests)  # guesses go by the budget, which decodes do not use
+        for request in requests:
+            drafts[request.id] = self.drafts_of(request, left)
+            left -= len(drafts[request.id])
         while requests and not self.try_reserve([(each, 1 + len(drafts[each.id])) for each in requests]):
             if len(requests) > 1:
                 self._retract(plan)

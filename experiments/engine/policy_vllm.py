@@ -36,10 +36,16 @@ class VllmScheduler(Scheduler):
         # vLLM 0.32.0 counts the null block in: watermark x (usable + 1).
         self._watermark = int(config.watermark * (allocator.num_pages + 1))
         self._in_flight = False
+        self._sole: Beams | None = None
+        self._cleared: list[EngineRequest] = []  # thrown back to make room for beams that could not go on
 
     @property
     def running_requests(self) -> list[EngineRequest]:
         return self.running
+
+    @property
+    def _most_running(self) -> int:
+        return self.config.max_num_active_seqs or self.config.max_num_seqs
 
     def has_row(self) -> bool:
         return len(self.running) < self.config.max_num_seqs
@@ -65,9 +71,10 @@ class VllmScheduler(Scheduler):
                 self.waiting.appendleft(member)
 
     def admissible(self, request: EngineRequest) -> str:
-        width = 0 if request.beams is None else request.beams.width
-        if width > self.config.max_num_seqs:
-            return f"request {request.id}: {width} beams, max_num_seqs {self.config.max_num_seqs}"
+        width, most = 0 if request.beams is None else request.beams.width, self._most_running
+        if width > most:
+            name = "max_num_active_seqs" if self.config.max_num_active_seqs else "max_num_seqs"
+            return f"request {request.id}: {width} beams, {name} {most}"
         if self.config.limits == "upstream" and self.config.whole_prompt_gate:
             return ""  # without the gate, what can never fit would take pages again and again
         return self._too_long(request) or self._never_fits(request)
@@ -94,6 +101,7 @@ class VllmScheduler(Scheduler):
         while not plan.batch and not plan.preempted and not self._in_flight and self._unblock():
             plan = self._pass()
         self._in_flight = bool(plan.batch) and self.config.result_lag == 1
+        plan.preempted[:0], self._cleared = self._cleared, []
         return plan
 
     def _pass(self) -> StepPlan:
@@ -151,8 +159,7 @@ class VllmScheduler(Scheduler):
                 continue
             self._preempt(victim, plan)
             if victim.beams is not None:
-                for member in [each for each in victim.beams.members if each.state is State.RUNNING]:
-                    self._preempt(member, plan)
+                self._preempt_beams(victim.beams, plan)
             if request.state is not State.RUNNING:
                 return False
         self._launch(request, n, plan, drafts)
@@ -179,11 +186,33 @@ class VllmScheduler(Scheduler):
         self.waiting.appendleft(victim)
         plan.preempted.append(victim)
 
+    def _preempt_beams(self, beams: Beams, plan: StepPlan) -> None:
+        """Throw back who still runs of them. Again without a step forward: next time they get the engine to themselves;
+        where that did not help, they end."""
+        for member in [each for each in beams.members if each.state is State.RUNNING]:
+            self._preempt(member, plan)
+        beams.setbacks += 1
+        if self._sole_beams() is beams:
+            self._end_stuck(beams)
+        elif beams.setbacks > 1 and self._sole is None:
+            self._sole = beams
+
+    def _sole_beams(self) -> Beams | None:
+        """Beams that have the engine to themselves until they get one step further."""
+        if self._sole is not None and not (self._sole.members and self._sole.setbacks):
+            self._sole = None
+        return self._sole
+
     def _admit(self, plan: StepPlan) -> None:
-        limit = self.config.max_num_active_seqs or self.config.max_num_seqs
+        limit = self._most_running
         if not (self.waiting and self._budget > 0 and len(self.running) < limit):
             return
         self.order.arrange(self.waiting)
+        sole = self._sole_beams()
+        if sole is not None:
+            ordered = sorted(self.waiting, key=lambda request: request.beams is not sole)  # stable
+            self.waiting.clear()
+            self.waiting.extend(ordered)
         while self.waiting and self._budget > 0 and len(self.running) < limit:
             if not self._admit_head(plan):
                 return
@@ -191,7 +220,7 @@ class VllmScheduler(Scheduler):
     def _admit_head(self, plan: StepPlan) -> bool:
         """Admit the head of the queue, or leave it and everything behind it where it stands."""
         request = self.waiting[0]
-        if self._outgrew(request):
+        if self._outgrew(request) or self._kept_out(request):
             return False
         if self.on_host(request):
             return self._admit_returning(request, plan)
@@ -217,6 +246,12 @@ class VllmScheduler(Scheduler):
         if self.config.whole_prompt_gate and not self.on_host(request):
             return False
         return self.pages_of(min(request.num_tokens, self.config.max_model_len)) > self.allocator.num_pages
+
+    def _kept_out(self, request: EngineRequest) -> bool:
+        sole = self._sole_beams()
+        if sole is None:
+            return False
+        return request.beams is not sole or any(each.beams is not sole for each in self.running)
 
     def _start(self, request: EngineRequest, n: int, plan: StepPlan) -> None:
         self.waiting.popleft()
@@ -248,18 +283,32 @@ class VllmScheduler(Scheduler):
 
     def _unblock(self) -> bool:
         """Nothing can run and nothing would ever change: end what is in the way. False: nothing is."""
-        if self.running and self.running[0].beams is not None and self.running[0].beams.members:
-            self._end_stuck(self.running[0].beams)
+        head = next(iter(self.running or self.waiting), None)
+        if head is None:
+            return False
+        if head.beams is not None and head.beams.members:
+            self._unblock_beams(head.beams)
         elif self.running:
             request = self.running.pop(0)
             self.allocator.release([request.seq], Release.FINISH)
             self.reject(request, self._too_long(request))
-        elif self.waiting:
+        else:
             request = self.waiting.popleft()
             self.reject(request, self._too_long(request) or self._never_fits(request) or self._refused(request))
-        else:
-            return False
         return True
+
+    def _unblock_beams(self, beams: Beams) -> None:
+        """Some run and wait for others that find no room: everybody else makes room; with nobody there, they end."""
+        others = [request for request in self.running if request.beams is not beams]
+        if self._sole_beams() is beams or not self.running:
+            self._end_stuck(beams)
+            return
+        for request in reversed(others):
+            self.running.remove(request)
+            self._throw_back(request)
+            self.waiting.appendleft(request)
+        self._cleared += others
+        self._sole, beams.setbacks = beams, max(beams.setbacks, 1)
 
     def _end_stuck(self, beams: Beams) -> None:
         """Some of the beams run and wait for others that find no room."""

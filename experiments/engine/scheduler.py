@@ -177,6 +177,7 @@ class Scheduler(ABC):
     """Common part of the two policies. The engine calls `add`, `schedule`, `update` in turn."""
 
     name: str
+    chunked: EngineRequest | None = None  # sglang: the prompt in chunks, the last of which the next pass commits
 
     def __init__(self, allocator: KVAllocator, config: SchedulerConfig) -> None:
         self._moves: list[Moves] = []

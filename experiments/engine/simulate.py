@@ -335,8 +335,15 @@ class Simulation:
         if self.scheduler.cache is not None:
             self.scheduler.cache.check()
 
+    def _uncommitted(self, plan: StepPlan) -> list[Scheduled]:
+        """What was launched and not committed: the step in flight (lag 1), or a chunk that the next pass stashes."""
+        if self.engine.lag:
+            return [] if self.engine.in_flight is None else [e for e in self.engine.in_flight.batch if not e.stale]
+        return [each for each in plan.batch if each.request is self.scheduler.chunked]
+
     def _step_row(self, plan: StepPlan, tokens: int, host: float, gpu: float) -> StepRow:
         lengths = [request.num_computed for request in self.scheduler.running_requests]
+        in_flight = sum(each.num_new for each in self._uncommitted(plan))
         return StepRow(
             step=self.record.num_steps - 1,
             time_s=self.clock.now_s,
@@ -349,7 +356,7 @@ class Simulation:
             waiting=len(self.scheduler.waiting),
             gpu_ms=1e3 * gpu,
             host_ms=1e3 * host,
-            **pool_fields(self.allocator, lengths),
+            **pool_fields(self.allocator, lengths, in_flight),
             evicted_pages=self.allocator.evicted_pages - self._evicted_before,
         )
 

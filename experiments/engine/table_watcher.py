@@ -56,17 +56,25 @@ def adapter_of(
         # A request that ended may keep its row until the result of the step in flight is processed.
         max_requests=2 * limits.max_num_seqs,
         max_tokens=row_tokens(allocator, limits),
-        max_batch_tokens=limits.max_num_batched_tokens + 2 * limits.max_num_seqs,
+        max_batch_tokens=step_tokens(allocator, limits),
         device=device,
         slots_by=slots_by,
     )
 
 
+def step_tokens(allocator: KVAllocator, limits: SchedulerConfig) -> int:
+    """Tokens that a step can have at most. SGLang 0.5.22 takes the first prompt of a batch whole where prompts are not
+    cut, and cuts them to no less than a page."""
+    prompt = max(limits.chunk_size or 0, allocator.page_size) if limits.chunked_prefill else limits.max_model_len
+    return max(limits.max_num_batched_tokens, prompt) + 2 * limits.max_num_seqs
+
+
 def row_tokens(allocator: KVAllocator, limits: SchedulerConfig) -> int:
     """Tokens a row holds: the longest request, with the page that a reservation may take ahead; or the whole pool
-    where an allocator reserves runs past the longest request."""
+    where an allocator reserves runs past the longest request, or nobody refuses a prompt that is longer."""
     pool = allocator.num_pages * allocator.page_size
-    return pool if allocator.kind == "contiguous" else min(limits.max_model_len + 2 * allocator.page_size, pool)
+    unbounded = allocator.kind == "contiguous" or limits.limits == "upstream"
+    return pool if unbounded else min(limits.max_model_len + 2 * allocator.page_size, pool)
 
 
 class TimedTable(TableWatcher):

@@ -108,6 +108,20 @@ def test_overload_ends_without_leak_or_hang(policy: str, kind: str, lag: int) ->
     assert sum(row.recomputed_tokens for row in record.requests) > 0
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(("policy", "kind"), PAIRS)
+@pytest.mark.parametrize("lag", [0, 1])
+def test_paged_designs_reserve_nothing_beyond_the_tails(policy: str, kind: str, lag: int, page_size: int) -> None:
+    """Slots that a launched step is writing hold tokens: they are neither waste nor a reservation."""
+    options = RunOptions(lambda tokens, index: tokens)
+    pages = 160 // page_size
+    limits: dict[str, Any] = {"num_pages": pages, "page_size": page_size, "conservativeness": 0.0, "result_lag": lag}
+    record = simulation(workload(60, 1e5), policy, kind, options=options, max_num_batched_tokens=32, **limits).run()
+    assert record.preemptions > 0
+    assert {step.wasted_slots - step.tail_slots for step in record.steps} == {0}
+    assert any(step.live_tokens for step in record.steps)
+
+
 def test_the_same_run_twice_is_the_same_run() -> None:
     requests = workload(80, 400.0)
     first, second = (simulation(requests, "sglang", "token", result_lag=1).run() for _ in range(2))
