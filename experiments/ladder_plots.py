@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-UP, DOWN, END = "#0072B2", "#E69F00", "#444444"
+UP, DOWN, END = "#542788", "#E08214", "#444444"  # as in the table of pairs; no design has them
 SCALES = {"token_hit_rate": (100.0, "token hit rate (%)"), "hit_tokens": (1.0, "hit tokens")}
 SCALES |= {"concurrency": (1.0, "live requests, mean"), "preemptions": (1.0, "preemptions")}
 
@@ -79,7 +79,7 @@ SHARES = {
     "token_hit_rate": (100.0, "token hit rate (points)"),
     "concurrency": (1.0, "live requests, mean"),
     "preemptions": (1.0, "preemptions"),
-    TIME: (1.0, "allocator time (us of CPU a request)"),
+    TIME: (1.0, "allocator time (µs of CPU a request)"),
 }
 
 
@@ -250,7 +250,7 @@ BARS = {
     "token": ("#D55E00", ""),
     "token, kept": ("#EAA26F", "xxxx"),
 }
-QUEUES = {"linked list": ("#0072B2", "o"), "deque": ("#D55E00", "s")}
+QUEUES = {"linked list": ("#333333", "o"), "deque": ("#999999", "s")}  # no design is meant
 
 
 def plot_ablation_hits(made: Ablations, ax: Axes | None = None) -> Axes:

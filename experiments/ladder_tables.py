@@ -35,7 +35,7 @@ def _attribution(made: Ladder, pool: int) -> Table:
         f"pool {format_bytes(pool)}, {2 ** len(made.rungs)} subsets"
     )
     thrown = "preemptions" if manifest["of"] == "run" else "early ends"
-    heads = ("hit tokens", "points", "from..to, points", "concurrency", thrown, "allocator us a request (rounds)")
+    heads = ("hit tokens", "points", "from..to, points", "concurrency", thrown, "allocator µs a request (rounds)")
     table.add_column("rung")
     table.add_column("from -> to")
     for head in heads:

@@ -244,7 +244,7 @@ def kernel_times(path: Path | None = None, point: str = KERNEL_POINT) -> dict[st
     try:
         parts = read_json(path)["parts"]
         for row in parts["decode"]["rows"]:
-            if (row.get("op"), row.get("point"), row.get("study")) != ("decode", point, "grid"):
+            if (row.get("op"), row.get("point")) != ("decode", point) or row.get("study") not in ("grid", "pages"):
                 continue
             for kind, table in TABLES.items():
                 if row["kernel"] == f"kvarena-{table}" and row["placement"] == "shuffled":

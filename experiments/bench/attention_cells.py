@@ -21,6 +21,7 @@ from torch import Tensor
 
 HEADS = (32, 8)
 PAGES = (1, 16, 64)
+OTHER_PAGES = (2, 4, 8, 32, 128, 256)
 L2_SAFE_BYTES = 400e6  # below this much KV a call, placements rotate, so that L2 never holds what comes next
 POOL_NUMBERS = POOL_SLOTS * 8 * 128
 QUANTISED = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
@@ -260,6 +261,8 @@ def decode_cells(peers: Sequence[Peer], dry: bool) -> Iterator[Cell]:
         for point in ("64x16k", "256x4k"):
             for page in (1, 16):
                 yield cell(point, page, {"dtype": dtype, "study": "quantised"}, dtype=dtype, kinds=one)
+    for page in OTHER_PAGES:  # for the figure of every page size (`kvarena pagesize`)
+        yield cell("64x16k", page, {"study": "pages"})
     for recorded in _layouts():
         yield from _recorded_cells(recorded, dry)
 

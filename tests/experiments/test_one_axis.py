@@ -62,7 +62,7 @@ def test_the_best_page_size_is_that_of_the_least_time() -> None:
 
 def test_kernel_times_are_those_that_were_measured(tmp_path: Path) -> None:
     found = one_axis.kernel_times()
-    assert set(found["block"]) == set(found["token"]) == {1, 16, 64}
+    assert {1, 16, 64} <= set(found["block"]) == set(found["token"]) <= set(one_axis.PAGES)
     assert one_axis.kernel_times(tmp_path / "none.json") == {"block": {}, "token": {}}
     (tmp_path / "bad.json").write_text("[]")
     with pytest.raises(ValueError, match=r"bad\.json: cannot be read as kernel times"):
