@@ -27,8 +27,9 @@ class Arrivals:
     """The stream of arrivals on the engine's clock.
 
     open    every request comes at its own time / speed
-    closed  a turn comes when the turn before it has ended and its think time is over. Think time: `think_s`, or the
-            trace's gap less the reply's nominal time. A retry (same prompt, same turn) keeps its distance.
+    closed  a turn comes when the turn before it has ended and its think time is over. Think time: `think_s`, else the
+            delay that the trace states (mooncake, llmservingsim), else its gap between the two less the reply's nominal
+            time. A retry (same prompt, same turn) keeps its distance.
 
     The turn before is the last earlier request of the session with a shorter prompt.
     """
@@ -76,6 +77,17 @@ class Arrivals:
             heapq.heappush(self._heap, (now_s + pause, index, request))
 
 
+def priority_of(request: Request) -> int:
+    """What order `priority` goes by: the trace's field of that name, 0 where there is none; smaller goes first.
+
+    Raises ValueError for what is no whole number.
+    """
+    value = request.extra.get("priority", 0)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1 != 0:
+        raise ValueError(f"request {request.request_id}: priority: expected a whole number, found {value!r}")
+    return int(value)
+
+
 def _turn_before(request: Request, earlier: dict[str, deque[Request]]) -> Request | None:
     if request.session_id is None:
         return None
@@ -88,5 +100,7 @@ def _turn_before(request: Request, earlier: dict[str, deque[Request]]) -> Reques
 def _pause_s(before: Request, request: Request, think_s: float | None) -> float:
     if think_s is not None:
         return think_s
+    if "delay_s" in request.extra:
+        return max(float(request.extra["delay_s"]), 0.0)
     nominal = before.num_output_tokens * NOMINAL_S_PER_TOKEN
     return max(request.arrival_s - before.arrival_s - nominal, 0.0)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvarena.allocators.interface import KVAllocator
-from kvarena.experiments.engine.arrivals import Arrival, Arrivals
+from kvarena.experiments.engine.arrivals import Arrival, Arrivals, priority_of
 from kvarena.experiments.engine.beams import Candidate
 from kvarena.experiments.engine.engine import Engine, Executor, StepRecord, make_scheduler
 from kvarena.experiments.engine.executors import HiddenOutputs, ScriptedExecutor, UnnamedOutputs
@@ -199,7 +199,7 @@ class Simulation:
             traced.prompt_ids(),
             declared,
             arrival_s=arrival.arrival_s,
-            priority=int(traced.extra.get("priority", 0)),
+            priority=priority_of(traced),
             namespace=traced.namespace,
             samples=self.options.samples,
             beam_width=self.options.beam_width,

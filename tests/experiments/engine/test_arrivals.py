@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import doctest
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from kvarena.experiments.engine import latency
-from kvarena.experiments.engine.arrivals import NOMINAL_S_PER_TOKEN, Arrivals
+from kvarena.experiments.engine.arrivals import NOMINAL_S_PER_TOKEN, Arrivals, priority_of
 from kvarena.experiments.engine.latency import Latencies, Limits, TokenTimes
 from kvarena.experiments.traces.base import Request
 
@@ -49,6 +50,27 @@ def test_a_closed_session_waits_for_the_turn_before_and_its_think_time() -> None
     assert drain(arrivals, 1000) == []
     arrivals.ended("t1.again", 70.0)
     assert [name for name, _ in drain(arrivals, 1000)] == ["t2"]
+
+
+def test_a_delay_that_the_trace_states_is_the_think_time() -> None:
+    """Of mooncake and llmservingsim: it counts from the reply, whose own time is not in the trace."""
+    turns = [request("a", 0.0, 10, 500, "s"), replace(request("b", 3.0, 20, 1, "s"), extra={"delay_s": 3.0})]
+    arrivals = Arrivals(turns, sessions="closed", speed=2.0)
+    arrivals.due(0.0)
+    arrivals.ended("a", 10.0)
+    assert drain(arrivals, 100) == [("b", 11.5)]
+
+
+@pytest.mark.parametrize("value", [0, -2, 7.0])
+def test_priority_is_the_traces_field(value: float) -> None:
+    assert priority_of(replace(request("a", 0.0, 10), extra={"priority": value})) == value
+    assert priority_of(request("a", 0.0, 10)) == 0
+
+
+@pytest.mark.parametrize("value", ["high", 1.5, True, float("inf")])
+def test_a_priority_that_is_no_whole_number_is_named(value: object) -> None:
+    with pytest.raises(ValueError, match="request a: priority: expected a whole number, found"):
+        priority_of(replace(request("a", 0.0, 10), extra={"priority": value}))
 
 
 def test_think_time_by_hand_replaces_the_traces() -> None:
