@@ -1,19 +1,22 @@
-"""The figure of aged pools: how runs of slots fall apart while a pool is turned over, and what is left at the end."""
+"""The figure of aged pools: how runs of slots fall apart while a pool is turned over, what is left at the end, and what
+that costs a decode step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 from kvarena.experiments.style import STYLE, Look, looks
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
+AGED = "aged:"  # of the benchmark's points, before an allocator's name
 LABELS = {
     "block-16": "block, page 16 (vLLM 0.32.0 rules)",
     "token-1": "token, page 1 (SGLang 0.5.22 rules)",
@@ -42,7 +45,7 @@ def churn(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.set_yscale("log", base=2)
     _plain_ticks(ax)
     ax.set_ylim(1, None)
-    ax.set_xlabel("turnovers of the pool (tokens computed / slots)")
+    ax.set_xlabel("turnovers of the pool\n(tokens computed / slots)")
     ax.set_ylabel("consecutive slots a run, mean")
     return ax
 
@@ -62,24 +65,88 @@ def run_distribution(layouts: Mapping[str, tuple[int, list[NDArray[np.int32]]]],
     ax.set_xscale("log", base=2)
     _plain_ticks(ax, y=False)
     ax.set_ylim(0, 100)
-    ax.set_xlabel("length of the run that a token lies in (slots)")
+    ax.set_xlabel("run that a token lies in\n(slots)")
     ax.set_ylabel("tokens of live requests (%)")
     return ax
 
 
+def decode_costs(path: Path | None = None) -> pd.DataFrame:
+    """What age costs a decode step on the card that was measured: a row an aged layout, table and placement
+    ("recorded": as the aged pool held it, "shuffled": page by page), `percent` over the same lengths in order.
+
+    path  kernels.json of a card; default: the checkout's; none there, or without these rows: empty. Raises ValueError
+          when it cannot be read
+    """
+    from kvarena.experiments.foreign import read_json
+
+    import kvarena
+
+    path = path or Path(kvarena.__file__).resolve().parent.parent / "results" / "h200" / "kernels.json"
+    columns = ["allocator", "table", "placement", "percent"]
+    if not path.is_file():
+        return pd.DataFrame(columns=columns)
+    try:
+        rows = [row for row in read_json(path)["parts"]["decode"]["rows"] if row.get("study") == "recorded"]
+        us = {(str(row["point"]), str(row["kernel"]), str(row["placement"])): float(row["us"]) for row in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: cannot be read as kernel times ({error})") from None
+    found = [
+        (point.removeprefix(AGED), kernel.removeprefix("kvarena-"), placement, 100 * (time / base - 1))
+        for (point, kernel, placement), time in us.items()
+        if point.startswith(AGED) and placement != "in_order" and (base := us.get((point, kernel, "in_order")))
+    ]
+    return pd.DataFrame(found, columns=columns)
+
+
+def age_cost(costs: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Decode time of an aged and of a shuffled layout over one in order, percent: a pair of bars an allocator, the mean
+    of both page tables, which the whisker spans."""
+    from matplotlib.patches import Patch
+
+    ax = ax or _axes()
+    names = list(dict.fromkeys(costs["allocator"]))
+    for place, (name, look) in enumerate(aged_looks(names).items()):
+        for turn, (placement, hatch) in enumerate((("recorded", ""), ("shuffled", "////"))):
+            values = costs[(costs["allocator"] == name) & (costs["placement"] == placement)]["percent"]
+            mean = float(values.mean())
+            bar: dict[str, Any] = {"color": look.colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+            bar["yerr"] = [[mean - values.min()], [values.max() - mean]]
+            ax.bar(place + (turn - 0.5) * 0.36, mean, 0.32, ecolor="#444444", capsize=2, **bar)
+    ax.axhline(0, color="#444444", linewidth=0.8)
+    ax.set_xticks(range(len(names)), [name.replace("-", "\n") for name in names])
+    ax.grid(axis="x", visible=False)
+    ax.set_ylabel("decode over slots in order (%)")
+    ax.set_xlabel("pool, page size (tokens)")
+    marks = (("aged", ""), ("shuffled", "////"))
+    keys = [
+        Patch(facecolor="#888888", hatch=hatch, edgecolor="white", linewidth=0, label=text) for text, hatch in marks
+    ]
+    ax.legend(handles=keys, loc="upper right", fontsize=7, handlelength=1.4)
+    ax.margins(y=0.25)
+    return ax
+
+
 def draw_aged(
-    table: pd.DataFrame, layouts: Mapping[str, tuple[int, list[NDArray[np.int32]]]], footer: str = ""
+    table: pd.DataFrame,
+    layouts: Mapping[str, tuple[int, list[NDArray[np.int32]]]],
+    footer: str = "",
+    costs: pd.DataFrame | None = None,
 ) -> Figure:
-    """Both panels. The caller closes the figure."""
+    """Churn and runs; with `costs` (`decode_costs`) what they cost a kernel too. The caller closes the figure."""
     import matplotlib as mpl
     import matplotlib.pyplot as plt
     from kvarena.experiments.style import add_footer
 
     with mpl.rc_context(STYLE):
-        figure = plt.figure(figsize=(7.0, 3.3), layout="constrained")
-        left, right = figure.subplots(1, 2)
+        priced = costs is not None and len(costs) > 0
+        size = {"font.size": 7.5, "xtick.labelsize": 7, "ytick.labelsize": 7} if priced else {}
+        mpl.rcParams.update(size)
+        figure = plt.figure(figsize=(7.0, 3.1 if priced else 3.3), layout="constrained")
+        left, right, *third = figure.subplots(1, 3 if priced else 2)
         churn(table, left)
         run_distribution(layouts, right)
+        if priced:
+            age_cost(costs, third[0])
         handles, labels = left.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False, handlelength=3)
         if footer:

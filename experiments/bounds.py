@@ -171,7 +171,8 @@ def plot_bounds(result: Result, ax: Axes | None = None, *, table: pd.DataFrame) 
         for column, (_, dashes) in _LINES.items():
             if column in rows:
                 mark = _MARKS[column] if single else ""
-                ax.plot(x, 100 * rows[column], color=look.colour, linestyle=dashes, linewidth=1.2, marker=mark)
+                style: dict[str, Any] = {"linestyle": dashes, "marker": mark, "markerfacecolor": look.face}
+                ax.plot(x, 100 * rows[column], color=look.colour, linewidth=1.2, **style)
         if "infinite" in rows and len(rows):
             ax.axhline(100 * rows["infinite"].iloc[-1], color=look.colour, linewidth=0.6)
     for column, (text, dashes) in _LINES.items():

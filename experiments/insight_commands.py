@@ -66,7 +66,7 @@ def aged(
         if out is not None:
             print(*of.save(done, config, out), sep="\n", file=sys.stderr)
     if figure is not None:
-        _draw(figure, table, layouts)
+        _draw(figure, table, layouts, shipped=hours is None)
     print_rows(table) if as_json else print_rich(of.aged_table(table))
 
 
@@ -172,11 +172,16 @@ def laws(
         print_rows(of.laws_frame(found, about)) if as_json else print_rich(of.laws_table(found))
 
 
-def _draw(path: Path, table: Any, layouts: Any) -> None:
-    from kvarena.experiments.aged_plots import draw_aged
+def _draw(path: Path, table: Any, layouts: Any, *, shipped: bool) -> None:
+    """With the measured cost of the layouts, where they are those that were measured."""
+    from kvarena.experiments.aged_plots import decode_costs, draw_aged
     from kvarena.experiments.outputs import save_one
 
-    save_one(draw_aged(table, layouts, "chat workload, replies of 400 tokens in the median; simulated clock"), path)
+    footer = "chat workload, replies of 400 tokens in the median; simulated clock"
+    costs = decode_costs() if shipped else None
+    if costs is not None and len(costs):
+        footer += "; decode measured on an H200"
+    save_one(draw_aged(table, layouts, footer, costs), path)
 
 
 class _Ticks:

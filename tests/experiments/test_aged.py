@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import matplotlib as mpl
+import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 from kvarena.allocators.config import make_allocator
 from kvarena.allocators.interface import Sequence
-from kvarena.experiments import aged
+from kvarena.experiments import aged, aged_plots
 from support.commands import invoke
 
 mpl.use("Agg")
@@ -102,6 +104,41 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_text("no")
     with pytest.raises(ValueError, match=r"x\.parquet: cannot be read as layouts"):
         aged.load_layouts(tmp_path / "x.parquet")
+
+
+def test_costs_are_percent_over_the_same_lengths_in_order(tmp_path: Path) -> None:
+    def row(point: str, placement: str, us: float, study: str = "recorded") -> dict[str, object]:
+        return {"point": point, "kernel": "kvarena-block_table", "placement": placement, "us": us, "study": study}
+
+    rows = [
+        row("aged:token-1", "in_order", 100.0),
+        row("aged:token-1", "recorded", 101.5),
+        row("aged:token-1", "shuffled", 98.0),
+        row("aged:block-16", "recorded", 7.0),  # nothing in order to hold it against
+        row("toy:token", "in_order", 1.0),
+        row("toy:token", "recorded", 2.0),
+        row("aged:token-1", "recorded", 500.0, study="grid"),
+    ]
+    (tmp_path / "k.json").write_text(json.dumps({"parts": {"decode": {"rows": rows}}}))
+    found = aged_plots.decode_costs(tmp_path / "k.json")
+    assert [(r["allocator"], r["placement"], round(r["percent"], 9)) for r in found.to_dict("records")] == [
+        ("token-1", "recorded", 1.5),
+        ("token-1", "shuffled", -2.0),
+    ]
+    assert len(aged_plots.decode_costs(tmp_path / "none.json")) == 0
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"bad\.json: cannot be read as kernel times"):
+        aged_plots.decode_costs(tmp_path / "bad.json")
+
+
+def test_a_figure_with_costs_has_a_panel_for_them_and_without_none() -> None:
+    layouts, table = aged.load_layouts(), aged.load_churn()
+    costs = pd.DataFrame(
+        {"allocator": ["token-1"] * 2, "table": ["a", "b"], "placement": "recorded", "percent": [1, 2]}
+    )
+    counts = [len(aged_plots.draw_aged(table, layouts, "", given).axes) for given in (None, costs.iloc[:0], costs)]
+    plt.close("all")
+    assert counts == [2, 2, 3]
 
 
 def test_the_command_shows_and_draws_what_ships(tmp_path: Path) -> None:
