@@ -11,9 +11,11 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 from kvarena.kernels._launch import Remembered
+from numpy.typing import NDArray
 from torch import Tensor
 
 # Pieces that nothing overlaps. Out, the first is packed before anything travels; its 0.3 ms on the way let a slow host
@@ -26,7 +28,7 @@ STAGE_BYTES = 64 * 2**20  # of other pieces; two of them are kept on the device,
 # current stream. `ids` is int32, in pinned memory.
 Pack = Callable[[Tensor, int, int, Tensor], None]
 # checked(piece): the ids of some rows, int64 on the host; raises ValueError for one that is none of the pool
-Checked = Callable[[slice], Tensor]
+Checked = Callable[[slice], "NDArray[np.int64]"]
 
 
 def _pieces(num_pages: int, page_bytes: int, short_bytes: int) -> list[slice]:
@@ -59,9 +61,9 @@ class _Ids:
             self._arrays[turn] = self._pinned[turn].numpy()
         return self._pinned[turn]
 
-    def put(self, piece: slice, ids: Tensor) -> None:
+    def put(self, piece: slice, ids: NDArray[np.int64]) -> None:
         """Write a piece of the list."""
-        self._arrays[self._turn][piece] = ids.numpy()  # numpy: torch would wake its threads
+        self._arrays[self._turn][piece] = ids
 
     def done(self, stream: torch.cuda.Stream) -> None:
         """`stream` has waited for all that reads the list."""

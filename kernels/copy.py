@@ -14,7 +14,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -32,9 +32,11 @@ from kvarena.kernels._launch import (
     launch,
     next_power_of_two,
 )
+from numpy.typing import NDArray
 from torch import Tensor
 
 Ids = Sequence[int] | Tensor
+Int64s: TypeAlias = "NDArray[np.int64]"
 BLOCK_BYTES = 16384  # of one program, by four warps: 3.5 and 3.4 TB/s for 1 and 32 layers on one H200
 PACK_WARPS = 4
 
@@ -207,20 +209,34 @@ def _check_tensors(tensors: list[Tensor]) -> list[Tensor]:
 
 def _host_ids(name: str, ids: Ids, num_pages: int) -> Tensor:
     """Page ids as int64 [n] on the host, each checked against the pool; whole lists at a time, since they are long."""
+    array = _id_array(name, ids)
+    _check_inside(name, array, num_pages)
+    return torch.from_numpy(array)
+
+
+def _id_array(name: str, ids: Ids) -> Int64s:
+    """Page ids as int64 [n], a view where they are that already; numpy, because torch would wake its threads.
+
+    ValueError: not whole numbers, not on the host, not [n].
+    """
     if not isinstance(ids, Tensor):
         ids = _listed(name, ids)
-    if ids.device.type != "cpu":
+    if not ids.is_cpu:
         fail(name, "ints or a CPU tensor: ids are checked on the host before anything is written", ids.device)
-    if ids.dim() != 1 or ids.is_floating_point():
-        fail(name, "integers [n]", f"{ids.dtype} {list(ids.shape)}")
-    if ids.dtype is not torch.int64 or not ids.is_contiguous():
-        ids = ids.long().contiguous()
-    # As unsigned numbers: one pass finds those below 0 too. numpy, because torch would wake its threads.
-    numbers = ids.numpy().view(np.uint64)
+    if ids.dtype is not torch.int64 or ids.dim() != 1:
+        if ids.dim() != 1 or ids.is_floating_point():
+            fail(name, "integers [n]", f"{ids.dtype} {list(ids.shape)}")
+        ids = ids.long()
+    array: Int64s = ids.numpy()
+    return array
+
+
+def _check_inside(name: str, ids: Int64s, num_pages: int) -> None:
+    """ValueError for an id outside the pool. As unsigned numbers: one pass finds those below 0 too."""
+    numbers = ids.view(np.uint64)
     if len(numbers) and numbers.item(numbers.argmax()) >= num_pages:
         outside = ids[(ids < 0) | (ids >= num_pages)]
         fail(name, f"page ids from 0 to {num_pages - 1}", int(outside[0]))
-    return ids
 
 
 def _listed(name: str, ids: Sequence[int]) -> Tensor:
@@ -246,13 +262,12 @@ def check_copy(
     dst = _host_ids("dst_ids", dst_ids, tensors[0].shape[0])
     if len(src) != len(dst):
         fail("dst_ids", f"{len(src)} targets, one a source", len(dst))
-    _check_distinct("dst_ids", dst, tensors[0].shape[0])
+    _check_distinct("dst_ids", dst.numpy(), tensors[0].shape[0])
     return tensors, src.tolist(), dst.tolist()
 
 
-def _check_distinct(name: str, targets: Tensor, num_pages: int) -> None:
+def _check_distinct(name: str, ids: Int64s, num_pages: int) -> None:
     """Mark each target: cheaper than sorting thousands of them. numpy, because torch would wake its threads."""
-    ids = targets.numpy()
     marked = np.zeros(num_pages, dtype=np.bool_)
     marked[ids] = True
     if np.count_nonzero(marked) != len(ids):
@@ -338,13 +353,13 @@ def gather_pages(pool_tensors: Tensor | Sequence[Tensor], page_ids: Ids, out: Te
         out = torch.empty((count, runs.page_bytes), dtype=torch.uint8, device=device)
     _check_rows("out", out, count, runs.page_bytes)
     if out.device != device and count:
-        pages = base.shape[0]
-        _host.send(
-            out,
-            device,
-            lambda piece: _host_ids("page_ids", page_ids[piece], pages),
-            functools.partial(runs.pack, base, gather=True),
-        )
+        array = _id_array("page_ids", page_ids)
+
+        def checked(piece: slice) -> Int64s:
+            _check_inside("page_ids", array[piece], base.shape[0])
+            return array[piece]
+
+        _host.send(out, device, checked, functools.partial(runs.pack, base, gather=True))
         return out
     ids = _host_ids("page_ids", page_ids, base.shape[0])
     if count:
@@ -370,13 +385,14 @@ def scatter_pages(packed: Tensor, pool_tensors: Tensor | Sequence[Tensor], page_
     device = base.device
     check_runnable(device)
 
-    def checked(piece: slice) -> Tensor:
-        ids = _host_ids("page_ids", page_ids[piece], base.shape[0])
+    def checked(piece: slice) -> Int64s:
+        ids = _id_array("page_ids", page_ids[piece])
+        _check_inside("page_ids", ids, base.shape[0])
         _check_distinct("page_ids", ids, base.shape[0])
         return ids
 
     if packed.device == device or not len(packed):
-        ids = checked(slice(None))
+        ids = torch.from_numpy(checked(slice(None)))
         if len(ids):
             runs.pack(base, _upload(ids, device), 0, len(ids), packed, gather=False)
     else:

@@ -136,28 +136,34 @@ def swap_rows() -> Iterator[dict[str, Any]]:
     """Wall clock between pool and pinned memory, each way, 65 MB and eight times that, beside what bounds it.
 
     "one copy" is a plain copy of as many bytes; "pack and copy" one launch and one copy, with nothing checked and the
-    ids on the device beforehand: what a transfer would take if the host had nothing to do and nothing overlapped.
+    ids on the device beforehand: what a transfer would take if the host had nothing to do and nothing overlapped. Both
+    page sizes take turns, so that a slow moment of the host meets all of them.
     """
-    for page, num_bytes in ((1, SWAP_BYTES), (16, SWAP_BYTES), (1, 8 * SWAP_BYTES), (16, 8 * SWAP_BYTES)):
-        pool = KVPool(1, POOL_SLOTS // 4 // page, page, 8, 128, dtype=torch.bfloat16, device="cuda")
-        count = num_bytes // pool.bytes_per_page
-        for tensor in pool.layers:
-            tensor.normal_()
-        ids = torch.randperm(pool.num_pages)[:count] + 1
-        host = torch.empty((count, pool.bytes_per_page), dtype=torch.uint8, pin_memory=True)
-        _check_swap(pool, ids, host)
-        device = torch.empty_like(host, device="cuda")
-        ways: dict[tuple[str, str], Callable[[], object]] = {
-            ("out", "kvarena"): functools.partial(copy.gather_pages, pool.layers, ids, host),
-            ("in", "kvarena"): functools.partial(copy.scatter_pages, host, pool.layers, ids),
-            ("out", "one copy"): functools.partial(host.copy_, device, non_blocking=True),
-            ("in", "one copy"): functools.partial(device.copy_, host, non_blocking=True),
-            **_pack_and_copy(pool, ids, host, device),
-        }
-        for (way, kernel), timed in wall_all(ways).items():
+    for num_bytes, rounds in ((SWAP_BYTES, 20), (8 * SWAP_BYTES, 8)):
+        ways = {(page, *key): call for page in (1, 16) for key, call in _swap_ways(page, num_bytes).items()}
+        for (page, way, kernel), timed in wall_all(ways, rounds=rounds).items():
             labels = {"op": "swap", "page": page, "mb": round(num_bytes / 1e6), "way": way, "kernel": kernel}
             found = timed.row()
-            yield {**labels, **found, "gbps": round(host.numel() / found["us"] / 1e3, 1)}
+            yield {**labels, **found, "gbps": round(num_bytes / found["us"] / 1e3, 1)}
+
+
+def _swap_ways(page: int, num_bytes: int) -> dict[tuple[str, str], Callable[[], object]]:
+    """(way, kernel): transfer of random pages of a pool of their own, checked before anything is timed."""
+    pool = KVPool(1, POOL_SLOTS // 4 // page, page, 8, 128, dtype=torch.bfloat16, device="cuda")
+    count = num_bytes // pool.bytes_per_page
+    for tensor in pool.layers:
+        tensor.normal_()
+    ids = torch.randperm(pool.num_pages)[:count] + 1
+    host = torch.empty((count, pool.bytes_per_page), dtype=torch.uint8, pin_memory=True)
+    _check_swap(pool, ids, host)
+    device = torch.empty_like(host, device="cuda")
+    return {
+        ("out", "kvarena"): functools.partial(copy.gather_pages, pool.layers, ids, host),
+        ("in", "kvarena"): functools.partial(copy.scatter_pages, host, pool.layers, ids),
+        ("out", "one copy"): functools.partial(host.copy_, device, non_blocking=True),
+        ("in", "one copy"): functools.partial(device.copy_, host, non_blocking=True),
+        **_pack_and_copy(pool, ids, host, device),
+    }
 
 
 def _pack_and_copy(

@@ -3,6 +3,7 @@
     memcheck   all kernels, with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that every tensor has bounds of its own
     initcheck  all kernels: reads of memory that nothing wrote
     racecheck  the plain Triton kernels, and the Gluon kernel apart: hazards in shared memory
+    synccheck  all kernels: barriers that not all threads of a block reach
 
 The kernels are run once without a tool first, so that they are compiled and known to be right; then each tool runs
 them in a process of its own (`python -m kvarena.experiments.bench.sanitize plain|gluon|all`).
@@ -46,6 +47,7 @@ def tool_runs() -> Runs:
         ("initcheck", "all", own),
         ("racecheck", "plain", {}),
         ("racecheck", "gluon", {}),
+        ("synccheck", "all", {}),
     ]
 
 
