@@ -30,6 +30,7 @@ SUMMARY = {
     ("op", "evict 4,096 tokens of 20,000 leaves"): "evict 4,096 tokens of 20,000 leaves, µs",
     ("memory", "bytes a cached token"): "bytes a cached token",
 }
+LABELS = {"replay": "replay of ", "slowdown": "growth, "}
 
 
 def load(folder: Path) -> list[Row]:
@@ -104,8 +105,13 @@ def _name(row: Row) -> tuple[Any, ...]:
 
 
 def summary(rows: Iterable[Row]) -> str:
-    """Markdown: the main figures of both designs in all forms, each with its ratio to the real package: of the run
-    where it was beside, else (r) to the recorded one."""
+    """Markdown: the main figures of both designs in all forms, each with its ratio to the real package (of the run
+    where it was beside, else (r) to the recorded one); then all that is asked for, and what was found."""
+    rows = list(rows)
+    return _main_figures(rows) + asked_for(rows)
+
+
+def _main_figures(rows: list[Row]) -> str:
     cells = {(row["study"], row["name"], row["design"], row["page_size"]): _cell(row) for row in rows if "value" in row}
     lines = ["| | " + " | ".join(DESIGNS.values()) + " |", "|---|" + "---|" * len(DESIGNS)]
     for (study, name), label in SUMMARY.items():
@@ -113,6 +119,31 @@ def summary(rows: Iterable[Row]) -> str:
         if any(values):
             lines.append(f"| {label} | " + " | ".join(values) + " |")
     return "\n".join(lines) + "\n"
+
+
+def asked_for(rows: Iterable[Row]) -> str:
+    """Markdown: every must with what was found beside it; of a missed one, what the floor says. Empty: nothing is
+    asked for."""
+    from kvarena.experiments.bench.alloc_tables import MET, reason
+
+    lines = []
+    for row in rows:
+        if row.get("must") is not None:
+            times = "" if row["absolute"] else "x"
+            verdict = f"missed: {reason(row)}" if row["met"] == "no" else MET[row["met"]]
+            label = f"{LABELS.get(row['study'], '')}{row['name']}, {row['design']}, page {row['page_size']}"
+            lines.append(f"| {label} | {_found(row)} | {row['must']:,g}{times} | {verdict} |")
+    head = "\n| asked for | ours | must | |\n|---|---|---|---|\n"
+    return head + "\n".join(lines) + "\n" if lines else ""
+
+
+def _found(row: Row) -> str:
+    """The figure, with its unit and what is asked of it."""
+    unit = {"requests/CPU s": " requests a CPU second", "times": "x slower"}.get(row["unit"], f" {row['unit']}")
+    value = f"{row['value']:,.0f}" if row["value"] >= 100 else f"{row['value']:.3g}"
+    ratio = row.get("here_ratio", row["ratio"])
+    shown = "" if row["absolute"] or ratio is None else f", {ratio:.1f}x"
+    return value + unit.replace("us", "µs") + shown
 
 
 def _cell(row: Row) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvarena.experiments.bench.alloc_recorded import times_better
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -91,12 +93,11 @@ def reason(row: Row) -> str:
     found = f"{_number(ratio)}{times} of {_number(row['must'])}{times}"
     if "floor_ratio" not in row:
         return f"{found}; no floor was measured"
-    share = row["must"] / row["floor_ratio"]
-    if share > 1:
-        return f"{found}; the floor reaches {_number(row['floor_ratio'])}x: out of reach in Python"
-    return (
-        f"{found}; the floor reaches {_number(row['floor_ratio'])}x, so the must leaves {1 / share - 1:.0%} beside it"
-    )
+    allowed, taken = row["floor_ratio"] / row["must"], times_better(row["floor"], row["value"], row["unit"])
+    floor = f"the floor reaches {_number(row['floor_ratio'])}x"
+    if allowed < 1:
+        return f"{found}; {floor}: out of reach in Python"
+    return f"{found}; {floor}: asked for is {allowed:.1f} times its time, ours takes {taken:.1f} times"
 
 
 def _short(row: Row) -> str:

@@ -126,7 +126,11 @@ def test_a_missed_must_says_whether_the_floor_would_do() -> None:
     real = 1000.0
     wanted = real / mark.must
     for ours, floor, expected in (
-        (wanted * 2, wanted / 2, "7.5x of 15x; the floor reaches 30x, so the must leaves 100% beside it"),
+        (
+            wanted * 2,
+            wanted / 2,
+            "7.5x of 15x; the floor reaches 30x: asked for is 2.0 times its time, ours takes 4.0 times",
+        ),
         (wanted * 2, wanted * 1.5, "7.5x of 15x; the floor reaches 10x: out of reach in Python"),
         (wanted / 2, wanted / 4, None),
     ):
@@ -135,6 +139,18 @@ def test_a_missed_must_says_whether_the_floor_would_do() -> None:
         assert expected is None or f"{name} (op, block hashed, page 16): {expected}" in table
     unmeasured = text([allocators.row("op", name, "block hashed", 16, "us", [wanted * 2], [real])])
     assert "7.5x of 15x; no floor was measured" in unmeasured
+
+
+def test_the_page_names_every_must_with_its_verdict(rows: list[dict[str, Any]]) -> None:
+    asked = [row for row in rows if row.get("must") is not None]
+    lines = alloc_saved.asked_for(rows).strip().splitlines()[2:]
+    assert len(lines) == len(asked) == sum(mark.must is not None for mark in MARKS.values())
+    for row, line in zip(asked, lines, strict=True):
+        _, label, _, must, found, _ = line.split("|")
+        assert label.strip().endswith(f"{row['name']}, {row['design']}, page {row['page_size']}")
+        assert must.strip().rstrip("x") == f"{row['must']:,g}"
+        assert found.strip().split(":")[0] == {"no": "missed"}.get(row["met"], row["met"])
+    assert alloc_saved.asked_for([row | {"must": None} for row in rows[1:]]) == ""
 
 
 def test_latencies_are_those_of_a_recorded_trace_where_one_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,5 +395,6 @@ def test_saved_runs_are_shown_together_by_their_medians(tmp_path: Path, rows: li
         assert after["value"] == pytest.approx(3 * before["value"])
         assert (after["low"], after["high"]) == pytest.approx((before["low"], 10 * before["high"]))
     table = (tmp_path / "shown" / "cost.md").read_text().splitlines()
-    assert len(table) == 2 + len(alloc_saved.SUMMARY)
-    assert all(line.count("|") == 2 + len(alloc_saved.DESIGNS) for line in table)
+    main = table[: table.index("")]
+    assert len(main) == 2 + len(alloc_saved.SUMMARY)
+    assert all(line.count("|") == 2 + len(alloc_saved.DESIGNS) for line in main)
