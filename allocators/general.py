@@ -302,7 +302,7 @@ class GeneralAllocator(KVAllocator):
         tokens = rules.publish_at_release(self.design, row, reason)
         if tokens is not None and tokens > row.seq.num_prefill_tokens:
             self.keys.check(row.seq, row.seq.num_prefill_tokens)
-        if tokens is None and reason is Release.FINISH and self.design.recency == "access":
+        if tokens is None and row.admitted and reason is Release.FINISH and self.design.recency == "access":
             self.pool.touch(row.pages[: row.published])
         return self._publish(row, tokens)
 

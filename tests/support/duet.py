@@ -216,6 +216,23 @@ class Duet:
             self._append(pair, token)
             self._same_commit(pair, self.ours.commit([(pair.seq, pair.facts.computed)])[0], pair.facts.computed)
 
+    def two_in_flight(self, choice: int, token: int) -> None:
+        """Two steps are counted before the first one's token is in: its commit ends a token before what is known."""
+        pair = self._live(choice, lambda p: not p.pinned and not p.pending and p.facts.computed >= p.facts.prefill)
+        if pair is None or len(pair.facts.tokens) > pair.facts.computed:
+            return
+        self._append(pair, token)
+        for _ in range(2):
+            if not self._prepared(pair, 1) or not self._reserve({pair.facts.name: 1}):
+                break
+            pair.pending = 0
+            pair.seq.num_computed_tokens += 1
+            pair.facts.computed += 1
+        first = len(pair.facts.tokens)
+        for end in range(first, pair.facts.computed + 1):
+            self._append(pair, token)
+            self._same_commit(pair, self.ours.commit([(pair.seq, end)])[0], end)
+
     def decode_batch(self, steps: int) -> None:
         """All decoding requests through a decode batch for some steps, against plain reserves of the model."""
         members = [p for p in self.pairs.values() if not p.pinned and not p.pending]

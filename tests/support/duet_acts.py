@@ -94,6 +94,7 @@ class RandomActs:
             self._commit: 12,
             self._release: 4,
             self._run_ahead: 2,
+            self._two_in_flight: 2,
             self._decode_batch: 2,
             self._fork: 4,
             self._match: 1,
@@ -137,6 +138,9 @@ class RandomActs:
 
     def _run_ahead(self) -> None:
         self.duet.run_ahead(self._number(), self.rng.randrange(2))
+
+    def _two_in_flight(self) -> None:
+        self.duet.two_in_flight(self._number(), self.rng.randrange(2))
 
     def _decode_batch(self) -> None:
         self.duet.decode_batch(self.rng.randint(1, 4))

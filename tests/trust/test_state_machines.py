@@ -118,6 +118,11 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.duet.run_ahead(choice, token)
 
     @precondition(lambda self: self.duet.pairs)
+    @rule(choice=SMALL, token=st.integers(0, 1))
+    def two_in_flight(self, choice: int, token: int) -> None:
+        self.duet.two_in_flight(choice, token)
+
+    @precondition(lambda self: self.duet.pairs)
     @rule(steps=st.integers(1, 4))
     def decode_batch(self, steps: int) -> None:
         self.duet.decode_batch(steps)
@@ -174,13 +179,20 @@ def test_any_order_of_verbs_decides_as_the_slow_model(machine):
 # Draws of `random` reach deeper than Hypothesis does in the time: thousands of acts in tight pools.
 
 
-@pytest.mark.parametrize("kind", ["token", "block", "general", "contiguous", "exact"])
-@pytest.mark.parametrize("seed", range(24))
-def test_random_verbs_in_tight_pools_decide_as_the_slow_model(kind, seed):
+DRAWS = [(kind, seed, 150) for kind in ("token", "block", "general", "contiguous", "exact") for seed in range(24)]
+# Kept: seeds that told a fault, in the code or planted, which the first 24 do not tell.
+DRAWS += [
+    ("general", 53, 180),  # a pin that was never admitted counted as a use of its pages when it finished
+    ("general", 481, 150),  # equal pages of two edges came free as one run
+]
+
+
+@pytest.mark.parametrize(("kind", "seed", "verbs"), DRAWS)
+def test_random_verbs_in_tight_pools_decide_as_the_slow_model(kind, seed, verbs):
     rng = random.Random(seed)
     duet = random_duet(rng, kind)
     acts = RandomActs(duet, rng)
-    for _ in range(150):
+    for _ in range(verbs):
         acts.step()
     duet.drain()
 
