@@ -166,10 +166,13 @@ def _why_section(result: Result) -> str:
 
 
 def _frame_html(frame: pd.DataFrame) -> str:
-    head = "".join(f"<th>{escape(str(column))}</th>" for column in ["", *frame.columns])
+    frame = frame.loc[:, [any(value != "" for value in frame[name]) for name in frame.columns]]
+    words = [" class='w'" if all(isinstance(value, str) for value in frame[name]) else "" for name in frame.columns]
+    columns = zip(words, frame.columns, strict=True)
+    head = "<th></th>" + "".join(f"<th{word}>{escape(str(column))}</th>" for word, column in columns)
     rows = []
     for name, row in frame.iterrows():
-        cells = "".join(f"<td>{escape(_cell(value))}</td>" for value in row)
+        cells = "".join(f"<td{word}>{escape(_cell(value))}</td>" for word, value in zip(words, row, strict=True))
         rows.append(f"<tr><th>{escape(str(name).replace('_', ' '))}</th>{cells}</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
