@@ -486,6 +486,21 @@ def test_the_last_holder_writes_without_asking(form: str) -> None:
     assert allocator.match(Sequence("t", parent.token_ids)).hit_tokens == 12
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_copy_that_evicts_says_so_in_the_events(form: str) -> None:
+    """Whoever keeps evicted content elsewhere hears of it by the event alone: a copy has no list of what it evicted."""
+    allocator = pool(form, num_pages=3)
+    allocator.release([live(allocator, "old", range(90, 94))], Release.FINISH)
+    parent = live(allocator, "p", range(6))
+    child = fork(allocator, parent, "c")
+    allocator.events.enabled = True
+    assert write(allocator, child, 50) == [PageCopy(3, 1)]
+    told = [(event.kind, event.request_id, list(event.page_ids)) for event in allocator.events.rows]
+    assert (EventKind.EVICT, "c", [1]) in told
+    allocator.release([child, parent], Release.FINISH)
+    assert [kind for kind, _, _ in told].count(EventKind.EVICT) == 1
+
+
 def test_a_token_fork_evicts_to_copy_the_tail() -> None:
     allocator = pool("token", num_pages=3, demand_slack=0)
     allocator.release([live(allocator, "old", range(90, 94))], Release.FINISH)

@@ -262,6 +262,21 @@ def test_what_a_copy_on_write_displaces_goes_to_the_host_before_it() -> None:
     cache.check()
 
 
+def test_a_name_that_comes_back_with_other_tokens_has_other_keys() -> None:
+    """Preempted, its keys are kept for when it comes back; another sequence of that name is none of it."""
+    cache, moves = _small("token")
+    first = Sequence("a", range(16))
+    assert cache.admit(first) is not None
+    cache.commit([(first, 16)])
+    cache.release([first], Release.PREEMPT)
+    _cached(cache, "b", range(100, 124))  # the pool is full: what "a" had goes to the host
+    assert any(way == "out" for way, _ in moves)
+    other = Sequence("a", range(500, 516))
+    assert cache.admit(other) is not None
+    assert cache.hit_tokens(other) == 0
+    cache.check()
+
+
 @pytest.mark.parametrize("enabled", [False, True])
 def test_events_that_somebody_records_stay_theirs(enabled: bool) -> None:
     cache, _ = _small("token")
