@@ -272,17 +272,22 @@ def _memory_targets(whole: Mapping[str, Any]) -> list[Target]:
 
 
 def _host_targets(whole: Mapping[str, Any]) -> list[Target]:
-    """Host times; beside an adapter's step what its copy and its launch take alone."""
+    """Host times; beside an adapter's decode step what its copy and launch take alone, and the same step through the
+    verbs for any batch, of which nothing is asked."""
     found = []
-    floors = {row["table"]: row["us"] for row in rows_of(whole, op="host", what="adapter_floor")}
-    for row in rows_of(whole, op="host"):
-        if row["what"] in ("adapter_prefill", "adapter_floor"):
-            continue  # nothing is asked of them
-        limit = 60 if row["what"].startswith("adapter") else {"decode_split": 70}.get(row["what"], 30)
-        where = f", {row['table']} page {row['page']}" if "table" in row else ""
-        floor = floors.get(row.get("table", ""))
-        beside = "" if floor is None else f"its copy and launch alone: {floor}"
-        found.append(_at_most(f"host time of {row['what']}{where}: us", limit, row["us"], beside))
+    rows = rows_of(whole, op="host")
+    times = {(row["what"], row.get("table"), row.get("page")): row["us"] for row in rows}
+    for row in rows:
+        what, table, page = row["what"], row.get("table"), row.get("page")
+        if what.startswith("adapter") and not what.startswith("adapter_decode"):
+            continue
+        limit = 60 if what.startswith("adapter") else {"decode_split": 70}.get(what, 30)
+        where = f", {table} page {page}" if table else ""
+        floor = times.get(("adapter_floor", table, 16))
+        general = times.get((what.replace("_decode", "_lists"), table, page)) if table else None
+        beside = [] if floor is None else [f"its copy and launch alone: {floor}"]
+        beside += [] if general is None else [f"by update_step and batch: {general}"]
+        found.append(_at_most(f"host time of {what}{where}: us", limit, row["us"], ", ".join(beside)))
     return found
 
 

@@ -156,13 +156,16 @@ def test_beside_host_bound_targets_stands_what_bounds_them() -> None:
     swap = {"op": "swap", "page": 16, "mb": 66, "way": "out"}
     rows = [{**swap, "kernel": kernel, "gbps": rate} for kernel, rate in (("kvarena", 49.0), ("one copy", 54.0))]
     rows.append({**swap, "kernel": "one copy", "gbps": 1.0, "way": "in"})
-    for what, us in (("adapter_decode", 70.0), ("adapter_floor", 15.0), ("adapter_prefill", 99.0)):
-        rows.append({"op": "host", "what": what, "table": "block_table", "page": 16, "us": us})
+    for what, us in (("decode", 70.0), ("lists", 90.0), ("floor", 15.0), ("prefill", 99.0)):
+        rows.append({"op": "host", "what": f"adapter_{what}", "table": "block_table", "page": 16, "us": us})
     whole = {"schema_version": 1, "parts": {"rest": {"rows": rows}}}
     found = {target.name: (target.met, target.beside) for target in tables.targets(whole)}
     assert found == {
         "swap out page 16: GB/s": (False, "one copy: 54.0"),
-        "host time of adapter_decode, block_table page 16: us": (False, "its copy and launch alone: 15.0"),
+        "host time of adapter_decode, block_table page 16: us": (
+            False,
+            "its copy and launch alone: 15.0, by update_step and batch: 90.0",
+        ),
     }
     assert "| swap out page 16: GB/s | >= 50 | 49.0 | one copy: 54.0 |" in tables.targets_markdown(whole)
 
