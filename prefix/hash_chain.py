@@ -25,6 +25,7 @@ from itertools import takewhile
 from operator import itemgetter
 from typing import Any
 
+from kvarena.prefix import hash_chain_check
 from kvarena.prefix.page_text import TOKEN_BYTES, HashFn, PageText, encode, resolve_hash
 
 Key = Hashable  # bytes or int: a page hash. int or (scope, int): an id that a trace gave
@@ -234,6 +235,10 @@ class HashChainIndex:
         others = (self._first[key], *self._later.get(key, ()))
         return any(self._equal(page, other) for other in others if other != page)
 
+    def _equal(self, page: int, other: int) -> bool:
+        text = self._texts[page]
+        return text is not None and self._holds(other, text, self._positions[page])
+
     def drop(self, pages: Iterable[int]) -> list[int]:
         """Forget what `pages` hold; returns those that held something, in order."""
         own_keys, texts, first, later = self.keys, self._texts, self._first, self._later
@@ -264,60 +269,6 @@ class HashChainIndex:
         self._collided = False
         return dropped
 
-    # verification
-
     def problems(self) -> list[str]:
         """Everything that does not add up, recomputed from the texts; empty when sound. Hashes every text again."""
-        under = {page: key for key, page in self._first.items()}
-        under.update((page, key) for key, later in self._later.items() for page in later)
-        own = {page: key for page, key in enumerate(self.keys) if key is not None}
-        texts = {page: text for page, text in enumerate(self._texts) if text is not None}
-        found = [] if len(under) == len(self) else ["a page stands under two keys"]
-        found += [
-            f"page {page}: key {own.get(page)!r}, found under {under.get(page)!r}" for page in _differ(own, under)
-        ]
-        found += [f"page {page}: key and text must come together" for page in own.keys() ^ texts.keys()]
-        found += [f"page {page}: its key is not the hash of its text" for page in self._wrong_keys(own, texts)]
-        if self.gapless and not self._collided:
-            found += self._gaps(own, texts)
-        surplus = sum(1 + len(later) - self._num_distinct(key) for key, later in self._later.items())
-        if surplus != self.duplicates:
-            found.append(f"duplicates is {self.duplicates}, counted {surplus}")
-        return found
-
-    def _wrong_keys(self, own: dict[int, Key], texts: dict[int, PageText]) -> list[int]:
-        keys = {id(text): _keys_of(self, text) for text in texts.values() if text.raw is not None}
-        hashed = [page for page in own if page in texts and texts[page].raw is not None]
-        return [page for page in hashed if keys[id(texts[page])].get(self._positions[page]) != own[page]]
-
-    def _gaps(self, own: dict[int, Key], texts: dict[int, PageText]) -> list[str]:
-        """Text before a cached page that no page holds under its key."""
-        last: dict[int, int] = {}  # a page of each text, the one that stands furthest in
-        for page in own.keys() & texts.keys():
-            before = last.get(id(texts[page]))
-            if before is None or self._positions[before] < self._positions[page]:
-                last[id(texts[page])] = page
-        return [
-            f"page {page}: its text up to position {position} is not cached"
-            for page in last.values()
-            if texts[page].raw is not None
-            for position, key in _keys_of(self, texts[page]).items()
-            if position < self._positions[page] and not self._holds(self._first.get(key, page), texts[page], position)
-        ]
-
-    def _num_distinct(self, key: Key) -> int:
-        pages = [self._first[key], *self._later[key]]
-        return sum(not any(self._equal(page, before) for before in pages[:i]) for i, page in enumerate(pages))
-
-    def _equal(self, page: int, other: int) -> bool:
-        text = self._texts[page]
-        return text is not None and self._holds(other, text, self._positions[page])
-
-
-def _keys_of(index: HashChainIndex, text: PageText) -> dict[int, Key]:
-    root = index.page_hash.root(text.scope)
-    return dict(enumerate(text.keys(index.page_hash, bytes(text.raw or b""), index.page_bytes, 0, root)))
-
-
-def _differ(left: dict[int, Key], right: dict[int, Key]) -> list[int]:
-    return [page for page in sorted(left.keys() | right.keys()) if left.get(page) != right.get(page)]
+        return hash_chain_check.problems(self)
