@@ -7,6 +7,7 @@ What a step costs is measured: host time of page table and upload, and the time 
 from __future__ import annotations
 
 import time
+from array import array
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +27,11 @@ class StepTimes:
     tokens: list[int] = field(default_factory=list)
     host_s: list[float] = field(default_factory=list)
     kernels_s: list[float] = field(default_factory=list)
+
+    def note(self, tokens: int, host_s: float, kernels_s: float) -> None:
+        self.tokens.append(tokens)
+        self.host_s.append(host_s)
+        self.kernels_s.append(kernels_s)
 
 
 class KernelExecutor:
@@ -49,6 +55,8 @@ class KernelExecutor:
         self.memory = PagedMemory(allocator, shape, limits, options or MemoryOptions())
         self.allocator = self.memory.allocator
         self.times = StepTimes()
+        # The same in whole nanoseconds, as the tables of a run want them.
+        self.step_ns, self.kernel_ns = array("q"), array("q")
         self.last_output: Tensor | None = None  # of the last layer, [T, HQ, D]
         device, dtype = self.memory.pool.device, self.memory.options.dtype
         generator = torch.Generator(device).manual_seed(seed)
@@ -63,9 +71,11 @@ class KernelExecutor:
         step = self.memory.begin(plan)
         if step is None:
             return
-        self.times.host_s.append(time.perf_counter() - start)
-        self.times.tokens.append(plan.num_tokens)
-        self.times.kernels_s.append(self._timed(step))
+        host_s = time.perf_counter() - start
+        kernels_s = self._timed(step)
+        self.times.note(plan.num_tokens, host_s, kernels_s)
+        self.step_ns.append(round(1e9 * host_s))
+        self.kernel_ns.append(round(1e9 * kernels_s))
 
     def _timed(self, step: Step) -> float:
         if self.memory.pool.device.type != "cuda":

@@ -88,7 +88,7 @@ class Record:
 
     prefill_s  of the GPU's time, what would not be there without the prompts
     step_ns    measured time in the allocator, each step; adapter_ns in the page table, each step that ran something,
-               where one was built
+               where one was built; kernel_ns of the kernels of such a step, where they ran
     """
 
     requests: list[RequestRow] = field(default_factory=list)
@@ -108,6 +108,7 @@ class Record:
     prefill_s: float = 0.0
     step_ns: array[int] = field(default_factory=lambda: array("q"))
     adapter_ns: array[int] = field(default_factory=lambda: array("q"))
+    kernel_ns: array[int] = field(default_factory=lambda: array("q"))
 
 
 def request_row(

@@ -13,13 +13,13 @@ from kvarena.experiments import metrics
 from kvarena.experiments.budget import Budget, Tables, fit_pool
 from kvarena.experiments.config import Config, ConfigError, config_from_mapping
 from kvarena.experiments.engine.arrivals import Arrivals
-from kvarena.experiments.engine.attention_time import TableKind
 from kvarena.experiments.engine.fixed_clock import FixedReplay, Moments, read_schedule, schedule_of
 from kvarena.experiments.engine.latency import Limits
 from kvarena.experiments.engine.metered import MeteredAllocator
 from kvarena.experiments.engine.run_config import RunConfig, RunEngineConfig
+from kvarena.experiments.engine.run_executors import executor_of
 from kvarena.experiments.engine.run_tables import Done, RunCell, interrupted, measured, tables
-from kvarena.experiments.engine.simulate import MakeExecutor, Record, RunOptions, Simulation
+from kvarena.experiments.engine.simulate import Record, RunOptions, Simulation
 from kvarena.experiments.engine.step_time import HOST, GpuTimes, StepTimeModel, compute_of, load_gpu_times, table_of
 from kvarena.experiments.loading import Workload, load_workloads
 from kvarena.experiments.partial import partial_folder, refuse_other_partial
@@ -215,21 +215,8 @@ def _simulation(
     )
     page_bytes = shape.bytes_per_page(entry.page_size) * cell.workload.tokens_per_id
     limits = engine.scheduler_config(page_bytes)
-    return Simulation(allocator, engine.scheduler, limits, model, arrivals, options, _with_table(engine.adapter))
-
-
-def _with_table(table: TableKind | None) -> MakeExecutor | None:
-    """Scripted outputs, beside a page table whose time is taken; None: the outputs alone.
-
-    Raises ValueError without torch.
-    """
-    if table is None:
-        return None
-    try:
-        from kvarena.experiments.engine.table_watcher import TableExecutor
-    except ImportError:
-        raise ValueError(f"engine.adapter: {table!r} needs torch, which is not installed") from None
-    return lambda allocator, outputs, limits: TableExecutor(allocator, outputs, limits, table)
+    made = executor_of(config, cell.budget.num_pages, entry.page_size, cell.workload.tokens_per_id)
+    return Simulation(allocator, engine.scheduler, limits, model, arrivals, options, made)
 
 
 def declared_by(engine: RunEngineConfig, seed: int) -> Callable[[int, int], int]:

@@ -59,7 +59,10 @@ class RunEngineConfig(_Section):
 
     samples         replies to each prompt (n), forks of one sequence, each as long as the trace's reply
     beam_width      beams of each request (policy vllm), as long as the trace's reply; 0: none
-    executor        "simulated": a step-time model in place of a GPU
+    executor        "simulated": a step-time model in place of a GPU; "kernels": the same clock and the same decisions,
+                    beside real pools, page tables and kernels on random K and V, whose time is measured on this machine
+    backend         kernels of executor "kernels": "triton", "torch" (gathers, any device) or "sdpa" (contiguous runs)
+    device          of its pool: "cpu" or "cuda"
     attention       attention backend, which fixes the pages: its own choice where the allocator states no page_size,
                     else a check that it reads the stated ones (`kvarena capacity --backends`)
     clock           "feedback": a hit saves time, which decides who is admitted when; "fixed": one recorded schedule of
@@ -102,7 +105,9 @@ class RunEngineConfig(_Section):
     max_num_active_seqs: PositiveInt | None = None
     adaptive_cap: bool = False
     conservativeness: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    executor: Literal["simulated"] = "simulated"
+    executor: Literal["simulated", "kernels"] = "simulated"
+    backend: Literal["triton", "torch", "sdpa"] = "torch"
+    device: Literal["cpu", "cuda"] = "cpu"
     attention: StrictStr | None = None
     clock: Literal["feedback", "fixed", "both"] = "feedback"
     schedule: StrictStr | None = None
@@ -140,6 +145,8 @@ class RunEngineConfig(_Section):
         config = self.scheduler_config()
         if self.schedule is not None and self.clock == "feedback":
             raise ValueError("schedule is replayed by clock 'fixed' or 'both', and clock is 'feedback'")
+        if self.executor == "kernels" and self.clock != "feedback":
+            raise ValueError(f"executor 'kernels' runs steps, and clock {self.clock!r} replays events without any")
         self._branchable()
         if self.scheduler == "vllm" and config.max_num_batched_tokens < config.max_num_seqs:
             tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs

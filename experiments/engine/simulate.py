@@ -132,7 +132,11 @@ class Simulation:
         self.clock = Clock(model, config.result_lag)
         self.arrivals = arrivals
         self.options = options
-        self.record = Record(latencies=Latencies(options.limits), adapter_ns=getattr(executor, "step_ns", array("q")))
+        self.record = Record(
+            latencies=Latencies(options.limits),
+            adapter_ns=getattr(executor, "step_ns", array("q")),
+            kernel_ns=getattr(executor, "kernel_ns", array("q")),
+        )
         self._live: dict[str, _Live] = {}
         self._root: dict[str, str] = {}  # fork -> the request that it began as
         self._unnamed = UnnamedOutputs()

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvarena.allocators.config import make_allocator
+from kvarena.allocators.interface import Sequence
 from kvarena.experiments import metrics
 from kvarena.experiments.engine import latency
 from kvarena.experiments.engine.latency import Latencies, Limits, TokenTimes
@@ -218,6 +220,18 @@ def test_a_clock_adds_host_and_gpu_or_takes_the_longer(lag, host, gpu, moments):
 def test_limits_as_text():
     assert Limits().text() == "no limit"
     assert Limits(ttft_ms=500, e2el_ms=2.5).text() == "TTFT <= 500 ms, E2EL <= 2.5 ms"
+
+
+def test_pool_fields_count_slots_that_are_being_written_as_full():
+    """8 pages of 4. Prompt of 10: 3 pages, tail 2. Its first 6 tokens are committed, the other 4 a step is writing."""
+    pool = make_allocator({"kind": "block", "page_size": 4}, num_pages=8)
+    seq = Sequence("a", range(10))
+    assert pool.admit(seq) is not None
+    pool.commit([(seq, 6)])
+    fields = metrics.pool_fields(pool, [10], in_flight=4)
+    assert (fields["free"], fields["evictable"], fields["in_use"]) == (5, 0, 3)
+    assert (fields["wasted_slots"], fields["tail_slots"], fields["live_tokens"]) == (2, 2, 10)
+    assert metrics.pool_fields(pool, [10])["wasted_slots"] == 6
 
 
 def test_every_public_name_has_an_example():
