@@ -215,7 +215,7 @@ def evictions(result: Result, ax: Axes | None = None) -> Axes:
         table = _over_seeds(frame, name, "evicted_gib")
         draw_series(ax, table["pool_bytes"], table["mean"], look, band=_band(result, table))
     ax.set_ylabel("evicted KV (GiB, whole run)")
-    ax.set_ylim(bottom=0)
+    ax.set_ylim(0, 1.06 * ax.get_ylim()[1])  # one pool alone: margins of what lies far above 0 are narrow
     _pool_axis(ax, frame)
     return _finish(ax, frame)
 
