@@ -18,7 +18,7 @@ import torch
 from kvarena.allocators.decode_batch import StepReservation
 from kvarena.allocators.interface import Reservation, Sequence
 from kvarena.experiments.bench.timing import capture, host_all, time_all
-from kvarena.kernels.step import StepBuffers, apply_step, gather_rows
+from kvarena.kernels.step import StepBuffers, apply_decode, apply_step, gather_rows
 
 REQUESTS = 256
 PROMPT = 8192
@@ -130,6 +130,11 @@ def _device_calls() -> Iterator[tuple[dict[str, Any], Callable[[], object]]]:
         yield (
             {"what": "prefill", **labels, "tokens": PROMPT},
             lambda s=prefill, n=pages, at=4 * REQUESTS + 2 + pages: apply_step(s, 1, PROMPT, PROMPT, n, at),  # type: ignore[misc]
+        )
+        inbox = torch.arange(3 * REQUESTS, dtype=torch.int32, device=DEVICE) % (PROMPT // page_size)
+        yield (
+            {"what": "decode_same_members", **labels, "requests": REQUESTS},
+            lambda s=decode, inbox=inbox: apply_decode(s, inbox, REQUESTS, REQUESTS),  # type: ignore[misc]
         )
         if kind == "block_table":
             yield {"what": "gather", **labels}, lambda s=decode: gather_rows(s, REQUESTS, s.entries.shape[1], 0)  # type: ignore[misc]
