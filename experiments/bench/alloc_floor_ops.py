@@ -11,7 +11,7 @@ from functools import partial
 from operator import itemgetter
 
 import xxhash
-from kvarena.allocators.interface import Commit, Match, Release, Reservation, Sequence
+from kvarena.allocators.interface import Commit, Match, Release, Released, Reservation, Sequence
 from kvarena.experiments.bench.alloc_floor import TOKEN_BYTES, Hollow, Node
 from kvarena.experiments.bench.alloc_load import Prompt
 from kvarena.experiments.bench.alloc_ops import DECODES, Op, Timed, prompts, sequences_of
@@ -25,6 +25,7 @@ def floor_ops() -> list[Op]:
     ]
     for length in (4096, 32_768):
         ops.append(Op(f"look up {length:,} cached tokens", "block hashed", 16, partial(_look_up, length)))
+    ops.append(Op("free a request of 100 pages", "block runs", 16, _release))
     return [*ops, Op("decode step of 256", "block hashed", 16, _decode_step)]
 
 
@@ -71,6 +72,21 @@ def _look_up(length: int, page_size: int = 16) -> Timed:
         return Match(length, pages) if text.startswith(memoryview(tokens)) else None
 
     return Timed(lambda: None, work)
+
+
+def _release(num_pages: int = 100, times: int = 32) -> Timed:
+    """A row found and dropped, its pages told backwards without a copy."""
+    rows: dict[str, array[int]] = {}
+
+    def before() -> list[str]:
+        rows.update((f"r{number}", array("i", range(num_pages))) for number in range(times))
+        return list(rows)
+
+    def work(names: list[str]) -> None:
+        for name in names:
+            Released((), memoryview(rows.pop(name))[::-1])
+
+    return Timed(before, work, times)
 
 
 def _decode_step(page_size: int = 16) -> Timed:
