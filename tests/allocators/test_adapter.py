@@ -367,14 +367,19 @@ def test_a_page_told_between_two_steps_of_the_same_members_arrives(kind):
 
 
 @pytest.mark.parametrize("spec", ["block", "token"])
-def test_decode_refuses_a_member_whose_pages_nobody_told(spec):
-    _, adapter, _, steps = with_a_batch(spec, ReqToTokenAdapter, 4, [3, 3])
-    adapter.decode(steps.reserve())
-    steps.commit()
+@pytest.mark.parametrize("told", [1, 3], ids=["whole step", "three numbers a row"])
+def test_decode_refuses_a_member_whose_pages_nobody_told(told, spec):
+    _, adapter, seqs, steps = with_a_batch(spec, ReqToTokenAdapter, 4, [4 - told, 4 - told])
+    for _ in range(told):
+        adapter.decode(steps.reserve())
+        steps.commit()
     assert steps.reserve().page_ids  # taken, and not told
     steps.commit()
     with pytest.raises(ValueError, match="request r0: 6 tokens after this step, its row covers 4"):
         adapter.decode(steps.reserve())
+    for seq in seqs:
+        adapter.refresh(seq)
+    adapter.check(seqs)
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
