@@ -31,7 +31,7 @@ from kvarena.experiments.bound_policies import POLICIES, BoundHits, Policy, repl
 from kvarena.experiments.ceilings import ceiling_tokens
 from kvarena.experiments.metrics import ratio
 from kvarena.experiments.page_names import name_pages
-from kvarena.experiments.plots import _finish, _new_axes, _pool_axis, _styled, draw_series
+from kvarena.experiments.plots import _finish, _new_axes, _pool_axis, _styled, draw_series, say_outputs
 from kvarena.experiments.style import looks
 
 if TYPE_CHECKING:
@@ -182,4 +182,5 @@ def plot_bounds(result: Result, ax: Axes | None = None, *, table: pd.DataFrame) 
     ax.axhline(0, color="#555555", linewidth=1, linestyle=":", label="no cache")
     ax.set_ylabel("token hit rate (%)")
     _pool_axis(ax, table)
+    say_outputs(result, ax)
     return _finish(ax, table)

@@ -77,6 +77,7 @@ def _hit_rate(result: Result, ax: Axes) -> Axes:
     ax.set_ylabel("token hit rate (%)")
     ax.set_ylim(min(0.0, ax.get_ylim()[0]), max(1.0, ax.get_ylim()[1]))
     _pool_axis(ax, result.summary)
+    say_outputs(result, ax)
     return _finish(ax, result.summary)
 
 
@@ -104,6 +105,7 @@ def difference(result: Result, ax: Axes | None = None) -> Axes:
     # Rounding errors are no difference: without this, an axis of 1e-17 would show them.
     ax.set_ylim(min(-0.05, ax.get_ylim()[0]), max(0.05, ax.get_ylim()[1]))
     _pool_axis(ax, result.summary)
+    say_outputs(result, ax)
     if not others or not len(result.summary):
         _say_no_data(ax)
     return ax
@@ -124,6 +126,7 @@ def hit_rate_by_page_size(result: Result, ax: Axes | None = None) -> Axes:
     ax.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     ax.set_xlim(-0.5, max(len(sizes), 1) - 0.5)
     ax.set_xlabel("page size (tokens)")
+    say_outputs(result, ax)
     ax.set_ylabel("token hit rate (%)")
     return _finish(ax, table)
 
@@ -315,6 +318,11 @@ def _short(label: str, most: int = 14) -> str:
     """What a legend text begins with: a user's name for an allocator, or its kind."""
     head = label.partition(" (")[0].partition(": ")[0]
     return head if len(head) <= most else f"{head[: most - 1]}…"
+
+
+def say_outputs(result: Result, ax: Axes) -> None:
+    """What is known of replies, under a hit rate: it stands there in a notebook too, where a figure has no footer."""
+    ax.set_xlabel(f"{ax.get_xlabel()}; outputs: {result.visible['outputs']}")
 
 
 # --- axes ---

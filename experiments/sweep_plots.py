@@ -31,6 +31,7 @@ def plot_cell(made: SweepResult, key: str, ax: Axes) -> Axes:
         f"{name.rpartition('.')[2]} {value}" for name, value in point.items() if isinstance(value, str | int | float)
     ]
     told = [part for part in told if not part.startswith("trace ")]
+    told.append(f"outputs {result.visible['outputs']}")
     title = printable(", ".join([result.manifest["trace"], *told])).replace("$", r"\$")
     ax.set_title(textwrap.fill(title, 34), fontsize=7.5)
     ax.tick_params(axis="x", labelsize=6, rotation=45)

@@ -142,6 +142,12 @@ def test_a_name_of_the_users_own_is_in_the_legend_before_the_rules():
     assert again == labels
 
 
+@pytest.mark.parametrize("name", ["hit_rate", "difference", "hit_rate_by_page_size"])
+def test_what_is_known_of_replies_stands_under_every_hit_rate(name):
+    lowest = ALL[name](shared()).get_figure().axes[-1]
+    assert lowest.get_xlabel().endswith("; outputs: recorded")
+
+
 def test_a_name_is_no_formula():
     look = looks([{"name": "a", "label": "$x_1$ \x07", "kind": "block", "page_size": 16}])["a"]
     assert look.label == "\\$x_1\\$ \ufffd"
