@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pandas as pd
@@ -278,13 +277,14 @@ BLOCK_TORCH = "import sys; sys.modules['torch'] = None; sys.modules['triton'] = 
 
 
 def test_the_demo_needs_no_torch_and_no_checkout_and_is_quick(tmp_path):
-    start = time.perf_counter()
+    before = os.times()
     code = BLOCK_TORCH + "sys.argv = ['kvarena', 'demo']; from kvarena.__main__ import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False, env=os.environ
     )
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - start < 20
+    after = os.times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 15
     assert "Token hit rate over first admissions" in done.stdout
     assert re.search(r"request s\d+\.t\d+ \(number \d+ in order of arrival\)", done.stdout)
     assert "do not fill a page of 16" in done.stdout
