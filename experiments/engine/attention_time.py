@@ -129,8 +129,10 @@ def decode_work(lengths: Sequence[int], layout: Layout, distinct_tokens: int) ->
         chunks += [chunk] * whole
         if rest:
             chunks.append(rest)
-    # Rows longer than 256 bytes are read in smaller blocks, so that as many bytes are in flight.
-    block = min(max(chosen.block_n * max(layout.row_bytes, 256) // 256, 32), 128)
+    # Rows longer than 256 bytes are read in smaller blocks, so that as many bytes are in flight. Times are known of
+    # blocks of 128, 64 and 32: what lies between counts as the smaller one.
+    wide = chosen.block_n * max(layout.row_bytes, 256) // 256
+    block = min(max(1 << (wide.bit_length() - 1), 32), 128)
     places = PLACES * HELD * 128 // block
     tokens = sum(lengths)
     token_bytes = layout.kv_heads * layout.kv_bytes

@@ -274,6 +274,20 @@ def test_every_named_model_has_its_compute() -> None:
     assert compute_of(SHAPE, SHAPE).num_heads == 4
 
 
+OWN = [ModelShape(num_layers=2, num_kv_heads=2, head_dim=dim) for dim in (16, 64, 80, 96, 128, 160, 192, 256, 320, 576)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("shape", [*SHAPES.values(), *OWN], ids=str)
+def test_every_shape_has_its_times(shape: ModelShape, dtype: str) -> None:
+    """Latent heads of 576 numbers and other wide rows read in blocks that no table of times names."""
+    shape = shape.model_copy(update={"dtype": dtype})
+    model = StepTimeModel(shape, compute_of(shape, shape), 16, load_gpu_times())
+    for size in (1, 8, 64, 300):
+        for plan in (StepPlan("decode", [entry(1, 700)] * size), StepPlan("mixed", [entry(40, 0)] * size)):
+            assert 0 < model.gpu_s(plan) < 10
+
+
 def test_recorded_host_times_rank_as_they_were_recorded() -> None:
     plan = StepPlan("decode", [entry(1, 9) for _ in range(256)])
     took = {name: StepTimeModel(SHAPE, MODEL.compute, 16, GPU, times).host_s(plan) for name, times in HOST.items()}
