@@ -102,7 +102,8 @@ def kernels(
 ) -> None:
     """Check the kernels on this card, then time them beside peers and ceilings; or show a saved result.
 
-    Rows are JSON lines on stdout; tables and targets for people go to stderr. Exit code 1: a row has an error.
+    A run's rows are JSON lines on stdout, its tables and targets go to stderr; what is saved is shown on stdout. Exit
+    code 1: a row has an error.
     """
     if part is None and saved is None:
         raise ValueError("--part or --saved: expected one of them, found neither")
@@ -118,7 +119,7 @@ def kernels(
     with reading(saved):
         result = kernel_plots.load_kernels(saved or Path())
         if part is None:
-            tables.print_tables(result, sys.stderr)
+            tables.print_tables(result, sys.stdout)
         if figures is not None:
             written = kernel_plots.save_figures(result, figures, force)
             print(f"{len(written)} files in {figures}", file=sys.stderr)
