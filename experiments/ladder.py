@@ -40,6 +40,7 @@ from kvarena.experiments.ladder_plan import (
 )
 from kvarena.experiments.ladder_times import Times, measured, medians
 from kvarena.experiments.loading import Workload, load_workloads
+from kvarena.experiments.partial import Interrupted
 from kvarena.experiments.pools import plan as plan_pools
 from kvarena.experiments.pools import pool_sizes
 from kvarena.experiments.provenance import provenance
@@ -151,7 +152,13 @@ def ladder(
         key, failure = next(iter(done.failures.items()))
         raise ValueError(f"ladder: cell {failure['point']} failed: {failure['error']} (sweep/failed/{key}.json)")
     tick = (lambda text: print(text, file=sys.stderr, flush=True)) if progress else None
-    times = measured(folder, plan, workloads, rounds, tick) if rounds else {}
+    try:
+        times = measured(folder, plan, workloads, rounds, tick) if rounds else {}
+    except KeyboardInterrupt:
+        kept = (
+            f"all {len(cells)} cells are finished in {folder}, their times are not; the same command goes on from there"
+        )
+        raise Interrupted(kept) from None
     made = _attribute(plan, _counts(plan, done), resolved, workloads, times)
     path = workloads[0].trace.path
     inputs = [path] if path is not None and path.is_file() else []

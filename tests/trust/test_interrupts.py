@@ -344,6 +344,15 @@ def walk(out: Path) -> None:
     ladder(base, out, groups=["duplicates"], jobs=1, rounds=0)
 
 
+def test_a_ladder_that_is_stopped_while_it_takes_times_says_that_its_cells_are_kept(tmp_path, monkeypatch):
+    base = {"workload": {"trace": "chat", "options": OPTIONS}, "pool": {"pool": "450 MiB"}}
+    monkeypatch.setattr(*nth_call("kvarena.experiments.ladder:measured", 1, stop))
+    with pytest.raises(Interrupted, match=r"all \d+ cells are finished in .*; the same command goes on from there"):
+        ladder(base, tmp_path / "out", groups=["duplicates"], jobs=1, rounds=1)
+    states = {cell["state"] for cell in open_sweep(tmp_path / "out" / "sweep").cells}
+    assert states == {"finished"}
+
+
 def redraw(out: Path) -> None:
     fields = {"trace": "chat", "options": {"num_sessions": 24}, "pool": "1 GiB", "kernel_batches": 0}
     replicate(config_from_keywords(fields), out, replicates=10, jobs=1)
