@@ -142,8 +142,7 @@ class Decoder:
         if reserved is None:
             raise ValueError("no room for a decode step")
         middle = time.perf_counter()
-        self.adapter.update_step(reserved)
-        batch = self.adapter.batch(self.seqs, [1] * len(self.seqs))
+        batch = self.adapter.decode(reserved)
         end = time.perf_counter()
         self._check_addresses(batch)
         self.allocator_ms.append(1e3 * (middle - start))
