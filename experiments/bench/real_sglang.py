@@ -3,8 +3,8 @@
 Two drives, both on the CPU and with one torch thread (waking a second one costs more than these small tensors: with
 two, page 16 takes twice the CPU time), each without the scheduler itself:
 
-    serve        as the engine calls it, from an int32 array to slots in the row: the list that its engine takes and the
-                 array that its tokenizer manager makes of it, SGLang's own functions for a request (match_kv_cache,
+    serve        as the engine calls it, from an int32 array to slots in the row: the array of ids by the shortest way
+                 (its tokenizer manager goes through a list), SGLang's own functions for a request (match_kv_cache,
                  alloc_for_extend, checkpoint_kv_cache, release_kv_cache), the admission test's lock of its own, and
                  the tensors of a batch of one
     serve_lean   the least that decides alike: the key's array made beforehand, methods of the tree called directly
@@ -116,7 +116,7 @@ class RealSGLang:
     def enter(self, prompt: Prompt) -> EngineRequest:
         """A request from an int32 array, matched, locked, with slots for the rest of it."""
         self.count += 1
-        request = EngineRequest(f"r{self.count}", self.engine_input(prompt))
+        request = EngineRequest(f"r{self.count}", array("q", prompt.astype("int64").tobytes()))
         self.match(request)
         tree = self.cache.tree
         tree.unlock(tree.lock(request.last_node))  # held during the admission test
@@ -124,11 +124,6 @@ class RealSGLang:
         request.lock = tree.lock(request.last_node)
         self.sglang.allocation.alloc_for_extend(self._batch(request))
         return request
-
-    @staticmethod
-    def engine_input(prompt: Prompt) -> array[int]:
-        """The ids of a request as its tokenizer manager makes them of the list that the engine takes."""
-        return array("q", prompt.tolist())
 
     def match(self, request: EngineRequest) -> None:
         ids = request.full_untruncated_fill_ids
