@@ -12,11 +12,14 @@ from them (`kernels/step.py`). A step of the same list of sequences as the one b
 of array operations. The order of calls in a step:
 
     reservations = allocator.reserve(wants);  adapter.update_all(reservations)   # new sequences get a row
-    step = decode_batch.reserve();            adapter.update_step(step)          # all of a decode batch at once
     batch = adapter.batch(seqs, num_new_tokens)                                  # before commit
     ... kernels on batch.table, batch.slot_mapping, batch.query_start_loc ...
     adapter.update_all(allocator.commit(done))                                   # merged duplicates: other pages
     allocator.release([seq], reason);  adapter.remove(seq)                       # the row goes with its pages
+
+or, for a decode batch, `batch = adapter.decode(decode_batch.reserve())`, which is `update_step` and `batch` in one.
+While its members stay, a step sends three numbers a row, and the host writes its rows later, many steps at once
+(`_tail.py`).
 
 Row 0 is padding: no request has it and its entries are 0, the page that nobody owns. A batch padded for a
 captured graph gets rows 0 with seq_len 0 and slots -1, so padded work reads and writes nothing.
@@ -46,6 +49,7 @@ from kvarena.allocators._rows import Index, PageRows, PageSource
 from kvarena.allocators._tail import DecodeTail
 from kvarena.allocators.decode_batch import StepReservation
 from kvarena.allocators.interface import AllocatorError, Commit, Reservation, Sequence
+from kvarena.kernels._upload import Upload
 from kvarena.kernels.page_table import PageTable
 from kvarena.kernels.step import StepBuffers, apply_decode, apply_step, gather_rows
 from numpy.typing import NDArray
@@ -123,8 +127,8 @@ class _TableAdapter:
         gathered = torch.zeros_like(self.entries[1:]) if self.gathers else None
         self._table_entries = self.entries if gathered is None else gathered
         self._packing = StepPacking(self.host, tokens, gathered is not None)
-        self._upload = _Upload(self._packing.capacity, self.device)
-        self._inbox = _Upload(3 * requests, self.device)
+        self._upload = Upload(self._packing.capacity, self.device)
+        self._inbox = Upload(3 * requests, self.device)
         positions, slots = (torch.zeros(tokens, dtype=torch.int64, device=self.device) for _ in range(2))
         packed = self._upload.device_buffer
         self._buffers = StepBuffers(
@@ -380,42 +384,3 @@ class ReqToTokenAdapter(_TableAdapter):
 
     tokens_per_entry = 1
     gathers = False
-
-
-class _Upload:
-    """One int32 device buffer at a fixed address, filled by one copy from pinned memory.
-
-    Host buffers take turns. An event is recorded behind every half round of copies and waited for before that half is
-    written again, so that a step pays for an eighth of an event.
-    """
-
-    HALF = 8
-
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self.device_buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self._hosts = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(2 * self.HALF)]
-        self._events = [torch.cuda.Event() for _ in range(2)] if pinned else []
-        self._arrays = [host.numpy() for host in self._hosts]
-        self._pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # device and host views of the usual copies
-        self._capacity = capacity
-        self._turn = 0
-
-    def host_buffer(self) -> NDArray[np.int32]:
-        """The buffer to write now, int32 [capacity]; waits until its last copy has left it."""
-        half, place = divmod(self._turn, self.HALF)
-        if self._events and place == 0:
-            self._events[half].synchronize()
-        return self._arrays[self._turn]
-
-    def send(self, count: int) -> None:
-        """Copy the first `count` integers, and some behind them."""
-        turn, count = self._turn, min(-(-count // 256) * 256, self._capacity)
-        pair = self._pairs.get((turn, count))
-        if pair is None:
-            pair = self._pairs[turn, count] = self.device_buffer[:count], self._hosts[turn][:count]
-        pair[0].copy_(pair[1], non_blocking=True)
-        half, place = divmod(turn, self.HALF)
-        if self._events and place == self.HALF - 1:
-            self._events[half].record()
-        self._turn = (turn + 1) % len(self._hosts)

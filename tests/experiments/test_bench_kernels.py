@@ -218,6 +218,19 @@ def test_saved_results_hold_no_failed_row_and_say_where_they_come_from() -> None
     assert "H200" in kernel_plots.footer(whole)
 
 
+def test_the_benchmark_imports_torch_triton_numpy_and_ours_only() -> None:
+    script = """if True:
+        import sys, numpy, torch, triton
+        before = set(sys.modules)
+        from kvarena.experiments.bench import kernels, sanitize
+        from kvarena.allocators import adapter
+        more = {name.split(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+        allowed = {"kvarena", "numpy", "torch", "triton", "cython_runtime"}
+        print(sorted(name for name in more - allowed if not name.startswith("_cython")))
+    """
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
 def test_a_file_of_another_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"schema_version": 2}')
