@@ -36,6 +36,7 @@ class VllmScheduler(Scheduler):
         # vLLM 0.32.0 counts the null block in: watermark x (usable + 1).
         self._watermark = int(config.watermark * (allocator.num_pages + 1))
         self._in_flight = False
+        self._beams_came = False
         self._sole: Beams | None = None
         self._cleared: list[EngineRequest] = []  # thrown back to make room for beams that could not go on
 
@@ -71,6 +72,7 @@ class VllmScheduler(Scheduler):
                 self.waiting.appendleft(member)
 
     def admissible(self, request: EngineRequest) -> str:
+        self._beams_came |= request.beams is not None
         width, most = 0 if request.beams is None else request.beams.width, self._most_running
         if width > most:
             name = "max_num_active_seqs" if self.config.max_num_active_seqs else "max_num_seqs"
@@ -203,14 +205,23 @@ class VllmScheduler(Scheduler):
             self._sole = None
         return self._sole
 
+    def _split_beams(self) -> Beams | None:
+        """Beams of which some run and hold pages while they wait for others that wait: these go first, or whoever is
+        admitted before them could find no room for ever."""
+        for request in self.running if self._beams_came else ():
+            members = () if request.beams is None else request.beams.members
+            if any(member.state is not State.RUNNING for member in members):
+                return request.beams
+        return None
+
     def _admit(self, plan: StepPlan) -> None:
         limit = self._most_running
         if not (self.waiting and self._budget > 0 and len(self.running) < limit):
             return
         self.order.arrange(self.waiting)
-        sole = self._sole_beams()
-        if sole is not None:
-            ordered = sorted(self.waiting, key=lambda request: request.beams is not sole)  # stable
+        first = self._sole_beams() or self._split_beams()
+        if first is not None:
+            ordered = sorted(self.waiting, key=lambda request: request.beams is not first)  # stable
             self.waiting.clear()
             self.waiting.extend(ordered)
         while self.waiting and self._budget > 0 and len(self.running) < limit:

@@ -111,3 +111,8 @@ def test_two_groups_of_beams_that_fit_one_at_a_time_both_get_through() -> None:
         engine.add(f"r{number}", range(50 * number, 50 * number + 9), 8, beam_width=3)
     engine.run(8000)
     assert [len(engine.requests[f"r{number}"].beams.finished) for number in range(2)] == [3, 3]
+
+
+def test_beams_that_wait_for_one_of_theirs_do_not_starve_whoever_is_admitted_before_it() -> None:
+    """One of two beams runs and holds pages; replies of another prompt, ahead of the other beam, never find three."""
+    OddEngine(draw(21027)).finish()
