@@ -137,15 +137,14 @@ def draw_aged(
     import matplotlib.pyplot as plt
     from kvarena.experiments.style import add_footer
 
-    with mpl.rc_context(STYLE):
-        priced = costs is not None and len(costs) > 0
-        size = {"font.size": 7.5, "xtick.labelsize": 7, "ytick.labelsize": 7} if priced else {}
-        mpl.rcParams.update(size)
+    priced = costs is not None and len(costs) > 0
+    small: Any = {"font.size": 7.5, "xtick.labelsize": 7, "ytick.labelsize": 7} if priced else {}
+    with mpl.rc_context({**STYLE, **small}):
         figure = plt.figure(figsize=(7.0, 3.1 if priced else 3.3), layout="constrained")
         left, right, *third = figure.subplots(1, 3 if priced else 2)
         churn(table, left)
         run_distribution(layouts, right)
-        if priced:
+        if costs is not None and third:
             age_cost(costs, third[0])
         handles, labels = left.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False, handlelength=3)

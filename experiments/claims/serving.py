@@ -52,11 +52,12 @@ def _with_range(measure: str, found: Sequence[float]) -> dict[str, float]:
 def swap_against_recompute(requests: int, seed: int, sizes: Sequence[int]) -> dict[str, float]:
     """Mean end-to-end latency with recomputation over that with swapping, vLLM's rules, at a pool that preempts."""
     values = {}
+    tiers: tuple[dict[str, Any], ...] = ({}, {"host_pool": "64 GiB"})
     for size in sizes:
         allocator = {"kind": "block", "page_size": size}
+        common: dict[str, Any] = {"speed": 50.0, "declared_max_tokens": 1024}
         recompute, swap = (
-            _run(allocator, "chat", requests, seed, speed=50.0, declared_max_tokens=1024, **tier).summary.iloc[0]
-            for tier in ({}, {"host_pool": "64 GiB"})
+            _run(allocator, "chat", requests, seed, **{**common, **tier}).summary.iloc[0] for tier in tiers
         )
         if not (recompute["preemptions"] and swap["swapped_tokens"]):
             raise ValueError(f"swap_against_recompute: nothing was preempted at pages of {size}; the pool is too large")
@@ -109,7 +110,7 @@ def free_order(workloads: Sequence[str], requests: int, seed: int) -> dict[str, 
 
 def cache_net(requests: int, seed: int) -> dict[str, float]:
     """Time that the token design's cache saves minus what the allocator takes more, over the run without it."""
-    values = {}
+    values: dict[str, float] = {}
     for name, workload, options in (("first_turns", "no_reuse", FIRST_TURNS), ("chat", "chat", {})):
         on, off = (
             _busy({"name": "sglang", "prefix_cache": cache}, workload, requests, seed, **options)
@@ -123,7 +124,7 @@ def cache_net(requests: int, seed: int) -> dict[str, float]:
 
 def cache_gain(workloads: Sequence[str], requests: int, seed: int) -> dict[str, float]:
     """Throughput with the token design's cache over without it, and latency without over with it; `best_` of all."""
-    values = {}
+    values: dict[str, float] = {}
     for name in workloads:
         on, off = (
             _run({"name": "sglang", "prefix_cache": cache}, name, requests, seed, pool="16 GiB", **AT_ONCE)
