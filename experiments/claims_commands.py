@@ -108,8 +108,9 @@ def findings_table(found: list[Finding], *, whole: bool) -> Table:
         table.add_column(head)
     for finding in found:
         first = (finding.claim.claim if whole else finding.claim.id, finding.verdict)
-        if not finding.values:
+        if finding.reason:
             table.add_row(*map(Text, (*first, finding.reason, "", "", "")))
+            first = ("", "beside it")
         for place, e in enumerate(finding.claim.expect if finding.values else ()):
             cells = (e.when, claimed(e), measured(finding, e), predicted(finding, e))
             table.add_row(*map(Text, (*(first if place == 0 else ("", "")), *cells)))

@@ -7,7 +7,8 @@ stands in every result, so that an expectation cannot be moved to where a measur
     reproduced   every measure lies in the claimed range
     refuted      none does
     depends      some do; the table says under which condition
-    not tested   no experiment here can tell, or its input is not at hand; the reason is given
+    not tested   no experiment here can tell, or its input is not at hand; the reason is given, and what we can
+                 measure of our own may stand beside, without a claimed range
 
 Whether our own predictions held is shown beside and is no part of the verdict.
 """
@@ -64,7 +65,8 @@ class Claim(_Section):
     """One claim.
 
     known       how we know it: seen (its text was read), second hand, memory (check before printing), folklore
-    experiment  function of this folder that measures it; None with `not_tested`, the reason
+    experiment  function of this folder that measures it; beside `not_tested` something of ours, not the claim
+    not_tested  the reason why nothing here can tell
     sha256      of the file
     """
 
@@ -81,10 +83,15 @@ class Claim(_Section):
 
     @model_validator(mode="after")
     def _testable(self) -> Claim:
-        if (self.experiment is None) == (self.not_tested is None):
+        if self.experiment is None and self.not_tested is None:
             raise ValueError("expected either an experiment, or not_tested with the reason")
-        if self.experiment is not None and not any(e.claimed is not None for e in self.expect):
+        judged = any(e.claimed is not None for e in self.expect)
+        if self.not_tested is None and not judged:
             raise ValueError("expect: at least one measure needs a claimed range")
+        if self.not_tested is not None and judged:
+            raise ValueError("expect: what is not tested takes no claimed range")
+        if self.experiment is None and self.expect:
+            raise ValueError("expect: measures need an experiment")
         return self
 
 
@@ -99,7 +106,7 @@ class Finding:
     @property
     def verdict(self) -> Verdict:
         """As the head of this module defines it."""
-        if not self.values:
+        if self.claim.not_tested is not None or not self.values:
             return "not tested"
         held = [_within(self.values[e.measure], e.claimed) for e in self.claim.expect if e.claimed is not None]
         return "reproduced" if all(held) else "depends" if any(held) else "refuted"
@@ -163,7 +170,8 @@ def test_claim(claim: Claim) -> Finding:
     if missing := [e.measure for e in claim.expect if e.measure not in values]:
         raise ValueError(f"claim {claim.id}: experiment {claim.experiment} does not measure {missing[0]!r}")
     names = [f"{e.measure}{end}" for e in claim.expect for end in ("", ".low", ".high")]
-    return Finding(claim, {name: float(values[name]) for name in names if name in values})
+    kept = {name: float(values[name]) for name in names if name in values}
+    return Finding(claim, kept, reason=claim.not_tested or "")
 
 
 def refuse_other(folder: Path) -> None:

@@ -12,21 +12,22 @@ from kvarena.experiments.claims import NotHereError
 
 SAVED = Path("results/h200/kernels.json")  # in a checkout
 UPSTREAM = Path("results/upstream")
-POINTS = ("32x4k", "64x2k", "128x1k", "256x1k", "64x16k", "256x4k")  # memory-bound ones of the saved decode grid
 
 
 def kernel_paging() -> dict[str, float]:
-    """Four costs of paging with four denominators, each the worst (largest) of the measured points, H200 decode."""
-    from kvarena.experiments.bench import kernel_plots as plots
+    """Four costs of paging with four denominators, H200 decode, each the worst (largest) of all points at which it was
+    measured; `NAME_points` says how many these are."""
+    from kvarena.experiments.bench.kernel_plots import COSTS, rows_of
 
     result = _saved()
-    pages = {point: plots._ours(result, point, study="grid", page=1) for point in POINTS}
-    return {
-        "lookup": _worst(plots._lookup(result, point) / 100 for point in POINTS),
-        "scatter": _worst(plots._scatter(result, point) / 100 for point in POINTS),
-        "page": _worst(pages[p] / plots._ours(result, p, study="grid", page=64) - 1 for p in POINTS),
-        "library": _worst(plots._library(result, point) / 100 for point in POINTS),
-    }
+    points = sorted({str(row["point"]) for row in rows_of(result, op="decode", study="grid")})
+    values: dict[str, float] = {}
+    for name, (_, cost) in COSTS.items():
+        known = [found / 100 for point in points if not math.isnan(found := cost(result, point))]
+        if not known:
+            raise NotHereError(f"{SAVED} has no row for {name}")
+        values |= {name: max(known), f"{name}_points": len(known)}
+    return values
 
 
 def kernel_pages() -> dict[str, float]:
@@ -76,10 +77,3 @@ def _saved() -> Any:
     if not SAVED.is_file():
         raise NotHereError(f"{SAVED} is not here: run from a checkout, or measure with `kvarena bench kernels`")
     return load_kernels(SAVED)
-
-
-def _worst(values: Any) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    if not known:
-        raise NotHereError(f"{SAVED} has no row for this measure")
-    return max(known)

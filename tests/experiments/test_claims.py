@@ -1,9 +1,10 @@
 """Claims: verdicts follow from ranges, files are checked, findings stay tied to the file that was tested."""
 
 import json
+import re
 
 import pytest
-from kvarena.experiments import claims
+from kvarena.experiments import claims, claims_commands
 from kvarena.experiments.claims import Claim, Expectation, Finding, NotHereError, allocation, recorded, serving
 from typer.testing import CliRunner
 
@@ -117,6 +118,7 @@ def test_every_claim_names_an_experiment_that_exists_or_says_why_not():
     for claim in found:
         if claim.experiment is None:
             assert len(claim.not_tested) > 10
+            assert not claim.expect
         else:
             assert callable(claims.experiment(claim.experiment))
 
@@ -127,7 +129,11 @@ def test_every_claim_names_an_experiment_that_exists_or_says_why_not():
         ((b"claimed = [0.0, 1.0]", b"claimed = [1.0, 0.0]"), "expected .low, high."),
         ((b"claimed = [0.0, 1.0]\n", b""), "at least one measure"),
         ((b'known = "seen"', b'known = "rumour"'), "known"),
-        ((b'experiment = "shared_prompt"', b'experiment = "shared_prompt"\nnot_tested = "no"'), "either an experiment"),
+        (
+            (b'experiment = "shared_prompt"', b'experiment = "shared_prompt"\nnot_tested = "no"'),
+            "takes no claimed range",
+        ),
+        ((b'experiment = "shared_prompt"', b'not_tested = "no"'), "takes no claimed range"),
         ((b'experiment = "shared_prompt"\n', b""), "either an experiment"),
         ((b'unit = "share"', b'unit = "parsecs"'), "unit"),
         ((b'when = "w"', b'whence = "w"'), "whence|when"),
@@ -146,6 +152,54 @@ def test_an_experiment_that_does_not_measure_what_is_expected_is_an_error_not_a_
     claim = claims.parse_claim("c", FILE.replace(b"saved_16", b"saved_17"))
     with pytest.raises(ValueError, match="does not measure 'saved_17'"):
         claims.test_claim(claim)
+
+
+def test_what_is_measured_beside_an_untested_claim_is_shown_and_gives_no_verdict(capsys):
+    content = FILE.replace(b"claimed = [0.0, 1.0]\n", b"").replace(
+        b"[options]", b'not_tested = "another thing"\n[options]'
+    )
+    found = claims.test_claim(claims.parse_claim("c", content))
+    assert (found.verdict, found.reason, set(found.values)) == ("not tested", "another thing", {"saved_16"})
+    page = claims.markdown([found])
+    assert "another thing" in page
+    assert "| w | – | " in page
+    claims_commands._print([found], False)
+    assert "another thing" in (shown := capsys.readouterr().out)
+    assert "beside it" in shown
+
+
+def test_measures_without_an_experiment_are_refused():
+    content = FILE.replace(b"claimed = [0.0, 1.0]\n", b"").replace(
+        b'experiment = "shared_prompt"', b'not_tested = "no"'
+    )
+    with pytest.raises(ValueError, match="need an experiment"):
+        claims.parse_claim("c", content)
+
+
+def test_a_claim_that_lists_numbers_has_a_claimed_range_for_each():
+    listed = {}
+    for claim in claims.load_claims():
+        rows = re.findall(r"0\.\d+(?:, 0\.\d+){2,}", claim.claim)
+        if rows and claim.not_tested is None:
+            numbers = [float(text) for text in re.findall(r"(?<![\d,])0\.\d+", claim.claim)]
+            ranges = [e.claimed for e in claim.expect if e.claimed is not None]
+            free = [number for number in numbers if not any(low <= number <= high for low, high in ranges)]
+            listed[claim.id] = (len(numbers), len(ranges), free)
+    assert set(listed) == {"mooncake_conversation_curve", "mooncake_table_1"}
+    assert all(count == ranges and not free for count, ranges, free in listed.values()), listed
+
+
+def test_the_worst_of_the_paging_costs_is_over_all_points_and_the_claims_say_over_how_many():
+    from kvarena.experiments.bench.kernel_plots import COSTS, load_kernels
+
+    values, result = recorded.kernel_paging(), load_kernels(recorded.SAVED)
+    points = {str(row["point"]) for part in result["parts"].values() for row in part["rows"] if "point" in row}
+    for name, (_, cost) in COSTS.items():
+        known = [value for point in points if (value := cost(result, point)) == value]
+        assert (values[name], values[f"{name}_points"]) == (max(known) / 100, len(known))
+    for claim in claims.load_claims():
+        for row in claim.expect if claim.experiment == "kernel_paging" else ():
+            assert f"worst of {values[f'{row.measure}_points']} points" in row.when
 
 
 def test_an_input_that_is_not_at_hand_is_not_tested_with_the_reason(monkeypatch, tmp_path):
