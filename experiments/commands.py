@@ -100,10 +100,13 @@ def plot(
     force: Force = False,
 ) -> None:
     """Draw finished results, several laid over each other; refuses results that differ in more than the allocators."""
+    from kvarena.experiments.changed import changed_words
     from kvarena.experiments.report import plot_folder
     from kvarena.experiments.results import load_result, merge_results
 
     merged = merge_results(load_result(path) for path in results)
+    for changed in filter(None, map(changed_words, results)):
+        print(changed, file=sys.stderr)
     for path in plot_folder(merged, out, force):
         print(path)
 

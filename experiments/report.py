@@ -45,6 +45,7 @@ caption { min-width: 12rem; }
 .note { color: #5b6b7d; font-size: .85rem; margin: 0; }
 figure { margin: 1.5rem 0; } figure img { max-width: 100%; height: auto; }
 figcaption { color: #5b6b7d; font-size: .9rem; }
+.warning { background: #fff3cd; border-left: 4px solid #c77700; padding: .6rem .8rem; font-weight: 600; }
 pre { background: #f4f6f8; padding: .8rem; overflow-x: auto; font-size: .8rem; }
 footer { color: #5b6b7d; font-size: .8rem; margin-top: 3rem; border-top: 1px solid #d9dfe6; }
 """.strip()

@@ -11,7 +11,8 @@ import typer
 EXAMPLES = """Examples:\n
 kvarena report out/chat\n
 kvarena report results/claims --out claims.html\n
-kvarena report results/h200/kernels.json --out kernels.html"""
+kvarena report results/h200/kernels.json --out kernels.html\n
+kvarena report results/laws.csv --out laws.html"""
 
 
 def add_report_command(app: typer.Typer) -> None:
@@ -21,18 +22,22 @@ def add_report_command(app: typer.Typer) -> None:
 
 def report(
     result: Annotated[
-        Path, typer.Argument(metavar="RESULT", help="Folder of a result or study of any kind, or a kernels.json.")
+        Path, typer.Argument(metavar="RESULT", help="What a command wrote: its folder, table, JSON file or log.")
     ],
     out: Annotated[
         Path | None, typer.Option(help="The page; default: report.html in RESULT, or here for a file.")
     ] = None,
 ) -> None:
-    """Write one self-contained page: tables, figures, config and provenance of a comparison, an engine run, a sweep, a
-    ladder, ablations, claims, resamples, or a page-size, capacity, rate or benchmark study."""
+    """Write one self-contained page of a result of any kind that kvarena verify kinds lists: tables, figures, config
+    and provenance; of long tables the first 200 rows. Warns when files were changed since they were written. A folder
+    of several results has no page: give one of them."""
+    from kvarena.experiments.changed import changed_words
     from kvarena.experiments.outputs import check_file
     from kvarena.experiments.report_pages import write_report_page
 
     place = out or (result if result.is_dir() else Path()) / "report.html"
     check_file(place, "--out", (".html",), ("<meta name='schema_version'",))
     write_report_page(result, place)
+    if changed := changed_words(result):
+        print(changed, file=sys.stderr)
     print(f"{place}", file=sys.stdout)

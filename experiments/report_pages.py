@@ -50,15 +50,20 @@ Reader = Callable[[Path], Page]
 
 
 def report(path: Path) -> str:
-    """The page of a result folder or file, as HTML. Raises ValueError when it is none of ours, or broken."""
+    """The page of a result folder or file, as HTML; it warns of files that were changed after they were written. Raises
+    ValueError when it is none of ours, or broken."""
+    from kvarena.experiments.changed import changed_words
+
     with reading(path):
-        return _page_of(reader_of(path)(path))
+        page = reader_of(path)(path)
+        return _page_of(page, changed_words(path))
 
 
-def _page_of(page: Page) -> str:
+def _page_of(page: Page, changed: str) -> str:
     from kvarena.experiments.report import _page
 
-    parts = [f"<div class='scroll'>{_table(table)}</div>" for table in page.tables]
+    parts = [f"<p class='warning'>{_safe(changed)}</p>"] if changed else []
+    parts += [f"<div class='scroll'>{_table(table)}</div>" for table in page.tables]
     for head, lines in page.remarks:
         parts.append(f"<h2>{_safe(head)}</h2>" + "".join(f"<p>{_safe(line)}</p>" for line in lines))
     if page.figures:
@@ -76,16 +81,16 @@ def _page_of(page: Page) -> str:
 
 def reader_of(path: Path) -> Reader:
     """What reads this kind of result. Raises ValueError naming what is known."""
-    from kvarena.experiments.report_readers import FILES, KINDS
+    from kvarena.experiments.report_files import file_reader, no_result
+    from kvarena.experiments.report_readers import KINDS
 
-    if path.is_file():
-        for suffix, reader in FILES.items():
-            if path.name.endswith(suffix):
-                return reader
     for name, reader in KINDS.items():
         if (path / name).is_file():
             return reader
-    raise ValueError(f"{path}: no result of ours; expected a folder with one of {', '.join(KINDS)}, or a kernels.json")
+    found = file_reader(path)
+    if found is None:
+        raise ValueError(no_result(path))
+    return found
 
 
 def write_report_page(path: Path, out: Path) -> None:

@@ -275,7 +275,8 @@ def _first_rates(made: Any) -> list[Table]:
     return [Table("More cells", ["", ""], [["finished cells without a table here", str(left)]], ["sweep.csv has all"])]
 
 
-def _kernels(path: Path) -> Page:
+def kernels_page(path: Path) -> Page:
+    """Figures and targets of `bench kernels`."""
     from kvarena.experiments.bench import kernel_plots, tables
     from kvarena.experiments.style import add_footer
 
@@ -340,4 +341,3 @@ KINDS: dict[str, Reader] = {
     "sweep.json": _sweep,
     "partial.json": _partial,
 }
-FILES: dict[str, Reader] = {".json": _kernels}

@@ -33,6 +33,7 @@ def explain_folder(
     return [one for name in names for one in explain(result, allocator=name, pool=size, seed=seed, tick=tick)]
 
 
+REASONS_FILE = "reasons.csv"  # of a folder that keeps them
 FACTS = ("label", "page_size", "num_pages", "token_hit_rate", "token_hit_rate_last_half", "token_hit_rate_ceiling")
 
 

@@ -76,6 +76,25 @@ def verify_reasons(path: Path, again: bool) -> Verdict:
     return verdict
 
 
+def verify_sweep_reasons(path: Path, again: bool) -> Verdict:
+    """The same of each cell of a sweep, over all its requests."""
+    from kvarena.experiments.ledger import REASONS
+    from kvarena.experiments.study import REASONS_FILE, load_reasons
+
+    frame = load_reasons(path / REASONS_FILE if path.is_dir() else path)
+    verdict = Verdict(path, f"reasons of a sweep, {len(frame)} cells")
+    columns = ["hit_tokens", *REASONS]
+    for row in frame.to_dict("records"):
+        told = sum(int(row[name]) for name in columns)
+        name = f"cell {row['cell']}, {row['pool_bytes']} B, {row['allocator']}"
+        fine = told == row["prompt_tokens"] and all(row[column] >= 0 for column in columns)
+        verdict.check("cells", fine, f"{name}: reasons and hits are {told} of {row['prompt_tokens']} tokens")
+        share = row["hit_tokens"] / row["prompt_tokens"] if row["prompt_tokens"] else 0.0
+        problem = f"{name}: token_hit_rate is {row['token_hit_rate']}, by its tokens {share}"
+        verdict.check("numbers", agrees(row["token_hit_rate"], share), problem)
+    return verdict
+
+
 def verify_bounds(path: Path, again: bool) -> Verdict:
     """Nobody hits more than an infinite cache, nor than clairvoyance where that is proven; regret is the difference."""
     frame = read_table(path)

@@ -16,11 +16,13 @@ from kvarena.experiments import verify_studies as studies
 from kvarena.experiments.foreign import read_object, reading
 from kvarena.experiments.partial import PARTIAL
 from kvarena.experiments.results import MANIFEST
+from kvarena.experiments.study import REASONS_FILE
 from kvarena.experiments.sweep import INDEX
 from kvarena.experiments.verify_result import verify_folder, verify_partial, verify_sweep
 from kvarena.experiments.verify_verdict import Verdict
 
 Check = Callable[[Path, bool], Verdict]
+_LOOKED_AT = 50  # entries of a folder, for a hint
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,23 @@ def kind_at(path: Path) -> Kind:
     found = next((kind for kind in KINDS if kind.is_it(path)), None)
     if found is None:
         what = "is not there" if not path.exists() else "is no result of kvarena that is finished"
-        raise ValueError(f"{path}: {what}; `kvarena verify kinds` lists what can be verified{_hint(path)}")
+        raise ValueError(f"{path}: {what}; `kvarena verify kinds` lists what can be verified{hint(path)}")
     return found
 
 
-def _hint(path: Path) -> str:
+def hint(path: Path) -> str:
     """Where in the folder, or above it, the result may be meant."""
-    near = [path / "sweep", *(sorted(path.iterdir()) if path.is_dir() else ()), path.parent]
-    named = next((one for one in near if one.is_dir() and any(kind.is_it(one) for kind in KINDS)), None)
+    inside = sorted(path.iterdir(), key=lambda one: (one.is_file(), one))[:_LOOKED_AT] if path.is_dir() else []
+    named = next((one for one in (path / "sweep", *inside, path.parent) if kind_name(one)), None)
     return "" if named is None else f"; {named} is one"
+
+
+def kind_name(path: Path) -> str | None:
+    """The name of the kind at `path`; None for no result, and for one that cannot be read."""
+    try:
+        return next((kind.name for kind in KINDS if kind.is_it(path)), None)
+    except ValueError:
+        return None
 
 
 def _has(*names: str) -> Callable[[Path], bool]:
@@ -118,6 +128,12 @@ def _lines_with(*fields: str) -> Callable[[Path], bool]:
         return isinstance(data, dict) and set(fields) <= set(data)
 
     return is_it
+
+
+def _reasons_of_a_sweep(path: Path) -> bool:
+    """The table, or a folder with it and where it comes from."""
+    file = path / REASONS_FILE if path.is_dir() else path
+    return _table_with("cell", "prompt_tokens", "hit_tokens", "evicted", "first_seen")(file)
 
 
 MEASURED = "it is made of measured times, and keeps nothing that they could be computed from; measure again"
@@ -197,6 +213,13 @@ KINDS = (
         "hits and reasons add up to every prompt",
         _table_with("num_prompt_tokens", "hit_tokens", "evicted_by"),
         files.verify_reasons,
+    ),
+    Kind(
+        "reasons of a sweep",
+        "explain SWEEP --out",
+        "hits and reasons of a cell add up to its prompts",
+        _reasons_of_a_sweep,
+        files.verify_sweep_reasons,
     ),
     Kind(
         "bounds",

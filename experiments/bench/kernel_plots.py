@@ -51,8 +51,10 @@ POINT_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000
 def load_kernels(path: Path) -> dict[str, Any]:
     """A results file of `kvarena bench kernels`. ValueError: not one, or of another schema."""
     whole = read_object(path)
-    if whole.get("schema_version") != 1 or "parts" not in whole:
-        raise ValueError(f"{path}: expected schema_version 1 with parts, found {whole.get('schema_version')!r}")
+    if whole.get("schema_version") != 1:
+        raise ValueError(f"{path}: schema_version: expected 1, found {whole.get('schema_version')!r}")
+    if not isinstance(whole.get("parts"), dict):
+        raise ValueError(f"{path}: parts: expected those of `kvarena bench kernels`, found {', '.join(whole)}")
     return whole
 
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pandas as pd
 import pytest
+from kvarena.experiments import report_pages, report_readers
+from kvarena.experiments.changed import DRAWN, changed_files
 from kvarena.experiments.cli import app
 from kvarena.experiments.compare import compare
-from kvarena.experiments.report_pages import from_rich, report, worded
+from kvarena.experiments.report_pages import from_rich, reader_of, report, worded
 from kvarena.experiments.results import finished_folder
 from kvarena.experiments.sweep import sweep
 from kvarena.experiments.tables import Table
+from kvarena.experiments.verify_kinds import KINDS, kind_name
+from kvarena.experiments.verify_result import verify
 from rich.table import Table as RichTable
+from support.kinds import MAKERS
 from support.small import OPTIONS
 from typer.testing import CliRunner
 
@@ -32,6 +39,11 @@ SAVED = {
     "experiments/bench/layouts": (1, ("token",)),
     "results/allocators/run1": (1, ("Times",)),
     "results/h200/kernels.json": (6, ("Targets", "NVIDIA H200")),
+    "results/h200/model.json": (0, ("NVIDIA H200", "allocator_ms", "page_tables_equal")),
+    "results/h200/sanitizer.json": (0, ("memcheck",)),
+    "results/laws.csv": (1, ("rounding",)),
+    "results/study": (0, ("mooncake-conversation", "machine.cpu")),
+    "results/upstream/vllm-0.32.0.json": (0, ("hashed, page 16", "300000")),
 }
 
 
@@ -77,6 +89,110 @@ def test_every_kind_of_saved_result_has_a_self_contained_page(saved):
     for word in words:
         assert word in text
     assert tags.counts["h1"] == 1
+
+
+PARTS = {".csv", ".parquet", ".json", ".jsonl", ".toml"}  # of a result's folder
+BESIDE = {".md", ".txt", *DRAWN}  # pages, tables for people and figures beside a result
+
+
+def test_all_that_lies_in_results_has_a_page_or_the_error_says_which_result_has(monkeypatch):
+    """Nothing is left over: every file is a result, a part of one, or text and pictures beside one."""
+    monkeypatch.setattr(report_pages, "_figure", lambda draw, caption: "")  # without the seconds of drawing
+    for path in sorted((REPO / "results").rglob("*")):
+        kind = kind_name(path)
+        if kind is not None:
+            tags = parsed(report(path))
+            assert tags.counts["h1"] == 1, path
+            assert tags.counts.get("td", 0) + tags.counts.get("pre", 0) > 2, path
+            assert "files changed since" not in report(path), path
+            continue
+        with pytest.raises(ValueError, match=re.escape(str(path))) as raised:
+            report(path)
+        message = str(raised.value)
+        if path.is_dir():
+            assert re.search(r"results/\S+ is one;", message), message
+        elif path.suffix in PARTS:
+            assert f"give its folder, {path.parent}" in message
+        else:
+            assert path.suffix in BESIDE, path
+
+
+def test_every_kind_that_verify_knows_has_a_reader(tmp_path):
+    """A kind is a folder that the readers of folders know, or a file; a folder without a reader would be refused."""
+    folders = {"partial", "resample", "sweep", "compare", "run", "capacity", "rate", "ladder", "ablations"}
+    folders |= {"page-size study", "claims", "aged pools", "allocator benchmark"}
+    assert folders < {kind.name for kind in KINDS}
+    named = dict.fromkeys(("compare", "run", "capacity", "rate"), "result.json")
+    for kind in (kind for kind in KINDS if kind.name in folders):
+        folder = tmp_path / kind.name
+        folder.mkdir()
+        for name in (*report_readers.KINDS, "aged.parquet"):
+            (folder / name).write_text(json.dumps({"kind": kind.name}) if name == named.get(kind.name) else "")
+            if kind_name(folder) == kind.name:
+                break
+            (folder / name).unlink()
+        assert kind_name(folder) == kind.name
+        if kind.name == "aged pools":
+            (folder / "aged_churn.csv").write_text("")
+        assert reader_of(folder) in report_readers.KINDS.values()
+    logs = tmp_path / "decisions.jsonl"
+    logs.write_text('{"peer": "vllm", "answer": [1, {"a": "<b>"}]}\n')
+    assert "&lt;b&gt;" in report(logs)
+    for name in ("forks", "bounds", "reasons"):
+        file, make = MAKERS[name]
+        make(tmp_path / file)
+        assert "<td>" in report(tmp_path / file)
+
+
+def test_a_long_table_shows_its_first_rows_and_says_how_many_there_are(tmp_path):
+    table = tmp_path / "bounds.csv"
+    row = "0,1,a,0.1,0.2,0.3,10,True\n"
+    table.write_text("seed,pool_bytes,allocator,policy,clairvoyant,infinite,regret,proven\n" + 1234 * row)
+    page = report(table)
+    assert page.count("<tr>") == 201
+    assert "the first 200 of 1,234 rows; the file has all" in page
+
+
+def changed_copy(tmp_path):
+    folder = shutil.copytree(REPO / "results" / "paper" / "chat", tmp_path / "chat")
+    table = pd.read_parquet(folder / "requests.parquet")
+    table["hit_tokens"] += 1
+    table.to_parquet(folder / "requests.parquet")
+    pd.read_parquet(folder / "steps.parquet").to_parquet(folder / "steps.parquet", compression="gzip")
+    return folder
+
+
+def test_what_was_changed_since_it_was_written_is_warned_of_on_the_page_and_beside_it(tmp_path):
+    right = REPO / "results" / "paper" / "chat"
+    assert changed_files(right) == []
+    folder = changed_copy(tmp_path)
+    warning = "files changed since written: requests.parquet, steps.parquet"
+    for command in (["report", folder, "--out", tmp_path / "page.html"], ["plot", folder, "--out", tmp_path / "figs"]):
+        done = CliRunner().invoke(app, [str(part) for part in command])
+        assert done.exit_code == 0
+        assert warning in done.stderr
+        assert warning not in done.stdout
+    page = (tmp_path / "page.html").read_text()
+    assert warning in page
+    assert page.index("class='warning'") < page.index("<table")
+    for command in (["report", right, "--out", tmp_path / "page.html"], ["plot", right, "--out", tmp_path / "two"]):
+        assert "changed since" not in CliRunner().invoke(app, [str(part) for part in command]).stderr
+
+
+def test_a_changed_file_is_seen_in_every_folder_with_hashes_and_a_figure_or_a_note_of_ours_is_none(tmp_path):
+    folder = shutil.copytree(REPO / "results" / "paper" / "chat", tmp_path / "chat")
+    assert CliRunner().invoke(app, ["report", str(folder)]).exit_code == 0
+    assert changed_files(folder) == []
+    assert verify(folder).problems == []
+    (folder / "summary.csv").unlink()
+    assert changed_files(folder) == ["summary.csv"]
+    for above in ("cells/1234", "sweep/cells/1234"):
+        shutil.copytree(folder, tmp_path / "s" / above)
+    assert changed_files(tmp_path / "s") == ["cells/1234/summary.csv", "sweep/cells/1234/summary.csv"]
+    (folder / "provenance.json").unlink()
+    about = {"files": {"summary.csv": "0" * 64, "requests.parquet": "0" * 64}}
+    (folder / "partial.json").write_text(json.dumps(about))
+    assert changed_files(folder) == ["requests.parquet", "summary.csv"]
 
 
 def test_a_sweep_has_its_cells_rates_and_failures(tmp_path):

@@ -82,6 +82,10 @@ def make_reasons(out: Path) -> None:
     write_table(explain(shared(), allocator="vllm", pool=shared().pools[0], seed=0)[0].table, out)
 
 
+def make_sweep_reasons(out: Path) -> None:
+    shutil.copyfile(ROOT / "results" / "study" / "reasons.csv", out)
+
+
 def make_bounds(out: Path) -> None:
     write_table(bounds(shared()), out)
 
@@ -107,6 +111,7 @@ MAKERS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "aged pools": ("out", make_aged),
     "laws": ("laws.csv", make_laws),
     "reasons": ("reasons.parquet", make_reasons),
+    "reasons of a sweep": ("reasons.csv", make_sweep_reasons),
     "bounds": ("bounds.csv", make_bounds),
     "forks": ("forks.csv", make_forks),
     "live verification": ("v.json", make_upstream),

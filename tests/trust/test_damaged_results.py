@@ -28,6 +28,7 @@ HERE = {
     "page-size study": SAVED / "pagesize",
     "claims": SAVED / "claims",
     "laws": SAVED / "laws.csv",
+    "reasons of a sweep": SAVED / "study",
     "live verification": SAVED / "upstream" / "vllm-0.32.0.json",
     "measurements on a card": SAVED / "h200" / "kernels.json",
     "capacity on a card": SAVED / "h200" / "capacity.json",

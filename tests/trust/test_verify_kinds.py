@@ -139,6 +139,8 @@ EDITS = [
     ("laws", "", put("holds", False), "holds is False"),
     ("laws", "", put("measured", 3.0), "holds is True"),
     ("reasons", "", add("hit_tokens", 1), "reasons and hits are"),
+    ("reasons of a sweep", "", add("evicted", 1), "reasons and hits are"),
+    ("reasons of a sweep", "", add("token_hit_rate", 1e-3), "token_hit_rate is"),
     ("bounds", "", add("policy", 1.0), "hits"),
     ("bounds", "", add("regret", 1e-3), "regret is"),
     ("forks", "", add("saved", 1e-6), "saved is"),
