@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvarena.experiments.claims import NotHereError
+from kvarena.experiments.foreign import read_json
 
 SAVED = Path("results/h200/kernels.json")  # in a checkout
 UPSTREAM = Path("results/upstream")
@@ -51,7 +51,7 @@ def beside_upstream(packages: Sequence[str]) -> dict[str, float]:
         path = UPSTREAM / f"{package}.json"
         if not path.is_file():
             raise NotHereError(f"{path} is not here: run from a checkout, or `kvarena verify upstream`")
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
         values[f"differ_{package}"] = data["differences"] / data["ops"]
     return values
 
