@@ -17,7 +17,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from kvarena.experiments.budget import Budget, Tables, fit_pool, format_bytes, table_bytes
-from kvarena.experiments.models import ITEMSIZE, ModelShape
+from kvarena.experiments.models import ITEMSIZE, ModelShape, model_shape
 
 MIB = 2**20
 GIB = 2**30
@@ -193,6 +193,17 @@ def deployed_sglang(on: Card, page_size: int, shape: ModelShape, server: Server)
         static - pages * page,
         left - (static - pages * page),
     )
+
+
+def preset_pages(preset: str, kind: str, page_size: int, model: str | ModelShape, server: Server) -> int:
+    """Pages of the pool of a server as it comes ("vllm-0.32.0" or "sglang-0.5.22"), on one H200 with this model in
+    bfloat16. Raises ValueError for a model without known weights."""
+    if not isinstance(model, str):
+        raise ValueError(f"pool.pool: preset {preset} sizes its pool by a model's weights, which numbers do not tell")
+    on, shape = card(model), model_shape(model)
+    if preset.startswith("sglang"):
+        return deployed_sglang(on, page_size, shape, server).num_pages
+    return deployed_vllm(on, kind, page_size, shape, server).num_pages
 
 
 def _columns(kind: str, server: Server) -> int:

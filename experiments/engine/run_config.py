@@ -1,6 +1,7 @@
 """What an engine run is asked to do, as data: [workload], [pool], [engine], and one [allocator].
 
-A preset is a whole server: scheduler, limits, result lag and allocator of one upstream. What is stated beside it wins.
+A preset is a whole server: scheduler, limits, result lag, allocator and sizing of the pool of one upstream. What is
+stated beside it wins.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from kvarena.experiments.budget import parse_bytes
 from kvarena.experiments.capacity_backends import page_size_for
+from kvarena.experiments.capacity_sizing import Server, preset_pages
 from kvarena.experiments.config import PoolConfig, PositiveInt, WorkloadConfig, copied, load_config, toml_value
 from kvarena.experiments.engine.scheduler import SchedulerConfig
 from kvarena.experiments.engine.step_time import HOST
@@ -184,7 +186,11 @@ class RunEngineConfig(_Section):
 
 
 class RunConfig(_Section):
-    """One engine run."""
+    """One engine run.
+
+    preset  a server as it comes; where pool.pool is not stated, its upstream's own sizing on one H200 (`capacity`,
+            panel "as deployed") gives the pages
+    """
 
     schema_version: Literal[1] = 1
     preset: Literal["vllm-0.32.0", "sglang-0.5.22"] | None = None
@@ -251,7 +257,16 @@ def run_config(data: Mapping[str, Any], sets: Iterable[str] = ()) -> RunConfig:
     except ValidationError as error:
         raise ValueError(_first_fault(error)) from None
     config.entry()
-    return config
+    return config if config.preset is None or "pool" in given.get("pool", {}) else _sized_by_preset(config)
+
+
+def _sized_by_preset(config: RunConfig) -> RunConfig:
+    """The pool that the preset's upstream makes of one H200 behind the model's weights: a count of pages."""
+    preset, engine, entry = str(config.preset), config.engine, config.entry()
+    chunk = engine.chunk_size or engine.max_num_batched_tokens
+    server = Server(engine.max_num_seqs, engine.max_model_len, engine.max_num_batched_tokens, chunk)
+    pages = preset_pages(preset, entry.kind, entry.page_size, config.pool.model, server)
+    return config.model_copy(update={"pool": PoolConfig(pool=pages, model=config.pool.model)})
 
 
 def _one_allocator(given: dict[str, Any]) -> None:

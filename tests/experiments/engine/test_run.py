@@ -13,6 +13,7 @@ from kvarena.experiments.cli import app
 from kvarena.experiments.engine.run import declared_by, run_engine
 from kvarena.experiments.engine.run_config import RunConfig, RunEngineConfig, load_run_config, run_config
 from kvarena.experiments.engine.step_time import GpuTimes, save_gpu_times
+from kvarena.experiments.models import model_shape
 from kvarena.experiments.results import Result, load_result, merge_results
 from typer.testing import CliRunner
 
@@ -153,6 +154,23 @@ def test_a_preset_is_a_whole_server_and_what_is_stated_wins() -> None:
     assert chosen.entry().kind == "token"
     assert run_config({"preset": "vllm-0.32.0"}).entry().kind == "block"
     assert run_config({"preset": "vllm-0.32.0"}, ["allocator.kind=token"]).entry().kind == "token"
+
+
+def test_a_preset_sizes_the_pool_as_its_upstream_does_unless_a_size_is_stated() -> None:
+    # One H200, Llama-3-8B in bfloat16. SGLang: 143,771 MiB x its share of 0.907 - 16.06 GB, in tokens of 128 KiB.
+    shape = model_shape("llama-3-8b")
+    token = run_config({"preset": "sglang-0.5.22"})
+    assert token.pool.pool == int(143_771 * 2**20 * 0.907 - 16.06e9) // shape.bytes_per_page(1)
+    block = run_config({"preset": "vllm-0.32.0"})
+    rest = 143_771 * 2**20 * 0.92 - 16.06e9 - 2 * 2**30
+    assert rest * 0.997 < int(block.pool.pool) * shape.bytes_per_page(16) < rest  # tables take the difference
+    assert run_config(block.resolved()).pool == block.pool
+    assert run_config({"preset": "vllm-0.32.0", "pool": {"pool": "1 GiB"}}).pool.pool == "1 GiB"
+    assert run_config({"preset": "vllm-0.32.0"}, ["pool=5000"]).pool.pool == 5000
+    assert run_config({"preset": "vllm-0.32.0"}, ["model=llama-3-70b", "pool=9"]).pool.model == "llama-3-70b"
+    assert run_config({}).pool.pool == "16 GiB"
+    with pytest.raises(ValueError, match="too small"):
+        run_config({"preset": "vllm-0.32.0"}, ["model=llama-3-70b"])
 
 
 @pytest.mark.parametrize(("preset", "kind"), [("vllm-0.32.0", "block"), ("sglang-0.5.22", "token"), (None, "block")])
