@@ -57,12 +57,14 @@ def capacity(
     from kvarena.experiments.capacity import DESIGNS, capacity_plan
     from kvarena.experiments.capacity_card import read_measured
     from kvarena.experiments.capacity_sizing import card
-    from kvarena.experiments.capacity_study import backends_table, joined, load_capacity, run_study
+    from kvarena.experiments.capacity_study import backends_table, joined, load_capacity, refuse_other, run_study
     from kvarena.experiments.foreign import reading
 
     if backends:
         print_rich(backends_table(), piped_columns=COLUMNS)
         return
+    if out is not None:  # the plan itself takes seconds
+        refuse_other(out)
     on_card = None if measured is None else read_measured(measured)
     if saved:
         with reading(saved[0]):
@@ -82,7 +84,9 @@ def capacity(
         tick = None if quiet else lambda text: print(text, file=sys.stderr, flush=True)
         result = run_study(plan, beyond=beyond, jobs=jobs, tick=tick, out=out)
     if on_card is not None:
-        result.manifest["on_card"] = _beside(on_card)
+        from kvarena.experiments.capacity_beside import beside
+
+        result.manifest["on_card"] = beside(on_card, result.sizing)
     if out is not None:
         result.save(out)
         print(f"result in {out}", file=sys.stderr)
@@ -94,19 +98,9 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _beside(on_card: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a card's results: its name and the counts."""
-    rows = [
-        {key: cell[key] for key in ("panel", "load", "design", "predicted", "measured")} for cell in on_card["cells"]
-    ]
-    return {"name": on_card["gpu"]["name"], "cells": rows}
-
-
 def _tables(result: Any) -> list[Any]:
     from kvarena.experiments.capacity_study import answer_table, parts_table, sizing_table
 
-    cells = result.manifest.get("on_card", {}).get("cells", [])
-    known = {(cell["panel"], cell["load"], cell["design"]): cell["measured"] for cell in cells}
     tables = [sizing_table(result, panel) for panel in result.panels]
-    tables += [answer_table(result, panel, known) for panel in result.panels]
+    tables += [answer_table(result, panel) for panel in result.panels]
     return tables + [parts_table(result, panel) for panel in result.panels]

@@ -26,6 +26,7 @@ from kvarena.experiments.capacity_sizing import Server
 from kvarena.experiments.engine.step_time import GpuTimes, load_gpu_times
 from kvarena.experiments.foreign import read_json
 from kvarena.experiments.models import model_shape
+from kvarena.experiments.outputs import refuse_unwritable
 from kvarena.experiments.provenance import provenance
 from kvarena.experiments.sweep_workers import in_processes
 
@@ -60,7 +61,7 @@ class CapacityResult:
         from kvarena.experiments.plots_capacity import save_capacity_figure
 
         folder = Path(out)
-        _refuse_other(folder)
+        refuse_other(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for name in TABLES:
@@ -73,9 +74,11 @@ class CapacityResult:
         return folder
 
 
-def _refuse_other(folder: Path) -> None:
+def refuse_other(folder: Path) -> None:
+    """Raise ValueError when `folder` takes no files, or holds something else than a finished study."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder, found a file")
+    refuse_unwritable(folder / "result.json")
     if folder.is_dir() and any(folder.iterdir()):
         load_capacity(folder)
 
@@ -140,11 +143,12 @@ def run_study(
     jobs  processes; `tick` is told each finished cell, in words
     out   where the result will be saved: beside it the finished cells are kept when the study is interrupted
 
-    Raises ValueError for an empty plan.
+    Raises ValueError for an empty plan, and when `out` cannot take the result.
     """
     if not plan:
         raise ValueError("capacity: expected at least one cell, found none")
     if out is not None:
+        refuse_other(out)
         partial.refuse_other_partial(partial.partial_folder(out))
     started, times = time.time(), gpu or load_gpu_times()
     sizes = beyond_sizes(plan) if beyond else {}
@@ -215,6 +219,7 @@ def from_card(path: Path) -> CapacityResult:
 
     Raises ValueError naming the file when it is no file of `capacity_card`.
     """
+    from kvarena.experiments.capacity_beside import differences
     from kvarena.experiments.capacity_card import read_measured
 
     data = read_measured(path)
@@ -241,15 +246,20 @@ def from_card(path: Path) -> CapacityResult:
     }
     bursts = pd.DataFrame(columns=["panel", "load", "design", "size", "carried"])
     sizing = sizing.drop_duplicates(["panel", "design"], ignore_index=True)
+    manifest["budgets"] = {panel: differences(cells, sizing, panel) for panel in dict.fromkeys(sizing["panel"])}
     return CapacityResult(rows, bursts, sizing, manifest, {"inputs": [path.name], "gpu": data["gpu"]})
 
 
 # --- for people ---
 
 
-def answer_table(result: CapacityResult, panel: str, measured: dict[tuple[str, str, str], int] | None = None) -> Table:
-    """How many requests each design carries; with `measured`, what a card carried beside it."""
+def answer_table(result: CapacityResult, panel: str) -> Table:
+    """How many requests each design carries; with a card's results, what it carried and what was predicted for it."""
+    from kvarena.experiments.capacity_beside import caption
     from rich.table import Table
+
+    on_card = result.manifest.get("on_card") or {}
+    known = {(cell["panel"], cell["load"], cell["design"]): cell for cell in on_card.get("cells", [])}
 
     title = f"Concurrent requests without preemption, {PANELS[panel]}: measured (predicted)"
     shown = Table(title=title, title_justify="left")
@@ -265,10 +275,11 @@ def answer_table(result: CapacityResult, panel: str, measured: dict[tuple[str, s
                 cells.append("not run")
                 continue
             row = mine.iloc[0]
-            on_card = (measured or {}).get((panel, load, design))
-            beside = "" if on_card is None else f", card {on_card}"
+            card = known.get((panel, load, design))
+            beside = "" if card is None else f", card {card['measured']:,} ({card['predicted']:,})"
             cells.append(f"{row['measured']:,} ({row['predicted']:,}){beside}")
         shown.add_row(*cells)
+    shown.caption = caption(on_card, panel) if on_card else None
     return shown
 
 
@@ -287,6 +298,7 @@ def parts_table(result: CapacityResult, panel: str) -> Table:
 
 def sizing_table(plan_or_result: CapacityResult, panel: str) -> Table:
     """Where the card's bytes go."""
+    from kvarena.experiments.capacity_beside import difference_text
     from rich.table import Table
 
     shown = Table(title=f"Where the card's bytes go, {PANELS[panel]}", title_justify="left")
@@ -298,6 +310,8 @@ def sizing_table(plan_or_result: CapacityResult, panel: str) -> Table:
         lines = [_signed(row[f"{line}_bytes"]) for line in LINES]
         page = format_bytes(row["page_size"] * token)
         shown.add_row(row["design"], page, f"{row['num_pages']:,}", f"{row['rows']:,}", *lines)
+    if others := difference_text(plan_or_result.manifest.get("budgets", {}).get(panel, {})):
+        shown.caption = f"the first load of each design; cells of other loads: {others}"
     return shown
 
 

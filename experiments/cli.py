@@ -170,6 +170,7 @@ def scenario(
     import json
 
     from kvarena.experiments import scenarios as sc
+    from kvarena.experiments.outputs import refuse_unwritable
 
     if scheduler is not None:
         from kvarena.experiments.engine.scenario import write_sched_logs
@@ -183,6 +184,8 @@ def scenario(
         raise ValueError(f"--allocator: expected block or token, found {allocator!r}")
     if admission not in ("exact", "sglang"):
         raise ValueError(f"--admission: expected exact or sglang, found {admission!r}")
+    if out is not None:
+        refuse_unwritable(out / "file" if out.is_dir() else out)
     written = 0
     for file in sc.scenario_files(path):
         parsed = sc.read_scenario(file)

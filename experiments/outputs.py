@@ -146,9 +146,7 @@ def check_figure(path: Path | None, option: str = "--figure") -> None:
 
 def refuse_other_file(path: Path, marks: Iterable[bytes], advice: str = "give another name, or remove it") -> None:
     """Raise ValueError when something is at `path` that is no file, or one with content that lacks a mark."""
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"{path}: cannot be written, {parent} is no folder that takes files")
+    refuse_unwritable(path)
     if not path.exists():
         return
     if not path.is_file():
@@ -158,10 +156,29 @@ def refuse_other_file(path: Path, marks: Iterable[bytes], advice: str = "give an
         raise ValueError(f"{path}: is there and is not what this command writes; {advice}")
 
 
+def refuse_unwritable(path: Path) -> None:
+    """Raise ValueError when nothing can be made at `path`, a file or folder to be. It is tried, with an empty folder
+    that is gone again: rights alone tell nothing of a mount that is read-only, full, or none for files (/proc).
+    """
+    try:
+        first, parent = path.absolute(), path.absolute().parent
+        while not parent.exists():
+            first, parent = parent, parent.parent
+        if not parent.is_dir():
+            raise ValueError(f"{path}: cannot be written, {parent} is no folder that takes files")
+        probe = parent / f".{first.name}.{os.getpid()}.partial"
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        why = error.strerror or error
+        raise ValueError(f"{path}: cannot be written, {path.parent} is no folder that takes files ({why})") from None
+
+
 def refuse_other_figures(folder: Path, names: Iterable[str], source: str) -> None:
     """Raise ValueError when `folder` has a figure NAME.pdf, .svg or .png that kvarena did not draw from `source`."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder, found a file")
+    refuse_unwritable(folder / "figures")
     for path in (folder / f"{name}{kind}" for name in names for kind in FIGURES):
         refuse_other_file(path, [_FIGURE_MARKS[path.suffix]], "give another folder, or --force")
         if path.exists() and path.stat().st_size and figure_source(path) != source:

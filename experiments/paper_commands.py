@@ -26,10 +26,12 @@ def paper(
     update: Annotated[bool, typer.Option("--update", help="Write the committed files and ARTIFACT.md.")] = False,
 ) -> None:
     """Redraw every figure and table of README and docs from saved results; exit code 1 when one differs."""
+    from kvarena.experiments.outputs import refuse_unwritable
     from kvarena.experiments.paper import ARTIFACT, artifact, load_items, redraw, run_quietly
 
     if rerun not in (None, "cpu", "gpu"):
         raise ValueError(f"--rerun: expected cpu or gpu, found {rerun!r}")
+    refuse_unwritable(out / "file")
     root = Path()
     every = load_items(root)
     items = [item for item in every if only is None or any(part in item.target for part in only)]

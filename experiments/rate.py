@@ -34,6 +34,7 @@ from kvarena.experiments.engine.run_config import RunConfig, run_config
 from kvarena.experiments.engine.step_time import Compute, compute_of
 from kvarena.experiments.foreign import read_json, read_toml
 from kvarena.experiments.models import ModelShape
+from kvarena.experiments.outputs import refuse_unwritable
 from kvarena.experiments.provenance import provenance
 from kvarena.experiments.results import Result
 from kvarena.experiments.sweep_workers import in_processes
@@ -94,8 +95,7 @@ class RateResult:
         from kvarena.experiments.plots_rate import save_rate_figure
 
         folder = Path(out)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            load_rate(folder)
+        refuse_other(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for name in TABLES:
@@ -110,6 +110,13 @@ class RateResult:
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def refuse_other(folder: Path) -> None:
+    """Raise ValueError when `folder` takes no files, or holds something else than a finished study."""
+    refuse_unwritable(folder / "result.json")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        load_rate(folder)
 
 
 def load_rate(path: Path | str) -> RateResult:
@@ -204,8 +211,9 @@ def run_rate(
     plan: RatePlan, *, jobs: int = 1, tick: Callable[[str], None] | None = None, out: Path | None = None
 ) -> RateResult:
     """The whole study. `jobs` processes; `tick` is told each finished run; `out` is where the result will be saved:
-    beside it the rows are kept when the study is interrupted."""
+    beside it the rows are kept when the study is interrupted. Raises ValueError when `out` cannot take the result."""
     if out is not None:
+        refuse_other(out)
         partial.refuse_other_partial(partial.partial_folder(out))
     sofar = _Sofar()
     try:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from kvarena.experiments.config import SCHEMA_VERSION, config_diff
 from kvarena.experiments.foreign import read_object, read_toml
-from kvarena.experiments.outputs import as_path, remove_stale
+from kvarena.experiments.outputs import as_path, refuse_unwritable, remove_stale
 from kvarena.experiments.provenance import sha256
 from kvarena.experiments.result_check import check_manifest, check_same_numbers, check_tables, other_code
 
@@ -333,10 +333,8 @@ class finished_folder:
 
 def refuse_foreign(out: Path) -> None:
     """Raise ValueError when `out` cannot be made, or is there and is neither empty nor an earlier result."""
+    refuse_unwritable(out.resolve())
     if not out.exists():
-        parent = next(folder for folder in out.absolute().parents if folder.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise ValueError(f"{out}: cannot be written, {parent} is no folder that takes files")
         return
     if not out.is_dir():
         raise ValueError(f"{out}: expected a folder, found a file")
@@ -349,9 +347,10 @@ def refuse_foreign(out: Path) -> None:
 
 
 def refuse_others(folder: Path, ours: bool, what: str) -> None:
-    """Raise ValueError when `folder` is a file, or holds files and is not `ours`, an earlier output."""
+    """Raise ValueError when `folder` is a file, takes no files, or holds some and is not `ours`, an earlier output."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder, found a file")
+    refuse_unwritable(folder / "file")
     if folder.is_dir() and any(folder.iterdir()) and not ours:
         raise ValueError(f"{folder}: holds other files; give a new folder, or that of {what}")
 

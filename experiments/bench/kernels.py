@@ -33,6 +33,7 @@ from kvarena.experiments.bench.runner import Cell, ClockLog, print_row, run_cell
 from kvarena.experiments.bench.safety import safety_rows
 from kvarena.experiments.bench.sanitize import sanitize_rows
 from kvarena.experiments.bench.tables import print_tables
+from kvarena.experiments.outputs import check_file
 from kvarena.experiments.provenance import code_version
 from kvarena.kernels import extend_gluon
 
@@ -168,6 +169,7 @@ def bench_kernels(part: str, out: Path | None, peer_names: Sequence[str], budget
         raise ValueError("bench kernels: expected a CUDA device, found none")
     if part not in PARTS:
         raise ValueError(f"--part: expected one of {', '.join(PARTS)}, found {part!r}")
+    check_file(out or default_out(part), "--out", (".json",), ('"parts"',))
     started = time.time()
     rows = list(sanitize_rows()) if part == "sanitize" else in_parallel(part)
     for row in rows:

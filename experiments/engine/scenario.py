@@ -20,6 +20,7 @@ from kvarena.experiments.engine.executors import HiddenOutputs, ScriptedExecutor
 from kvarena.experiments.engine.policy_sglang import SglangScheduler
 from kvarena.experiments.engine.request import End, EngineRequest, make_request
 from kvarena.experiments.engine.scheduler import SchedulerConfig
+from kvarena.experiments.outputs import refuse_unwritable
 from kvarena.experiments.scenarios import check_sizes, scenario_files, scenario_rows, write_decisions
 
 SCHED_FORMAT = "kv-sched/1"
@@ -279,6 +280,8 @@ def write_sched_logs(path: Path, policy: str, out: Path | None, *, check: bool =
     if options.get("allocator") not in (None, "block", "token"):
         raise ValueError(f"--allocator: expected block or token, found {options['allocator']!r}")
     files = scenario_files(path)
+    if out is not None:
+        refuse_unwritable(out / "file" if out.is_dir() else out)
     for file in files:
         scenario = read_sched_scenario(file)
         lines = [*run_sched_scenario(scenario, policy, check=check, **options)]

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+from importlib import import_module
 from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
+from kvarena.allocators.config import _CLASSES
 from kvarena.experiments import aged, claims, one_axis
 from kvarena.experiments.cli import app
 from kvarena.experiments.one_axis_plots import draw_axis
+from kvarena.experiments.outputs import refuse_unwritable
 from kvarena.experiments.study import write_table
+from matplotlib.figure import Figure
 from support.commands import invoke
 from typer.main import get_command
 
@@ -48,6 +54,104 @@ def test_a_file_is_no_folder(command, tmp_path):
     with pytest.raises(ValueError, match="file"):
         invoke(*command, "--out", tmp_path / "file")
     assert _contents(tmp_path) == {"file": b"mine"}
+
+
+RATE = ROOT / "experiments" / "configs" / "rate.toml"
+RUN = ROOT / "experiments" / "configs" / "run-chat.toml"
+SWEEP = ROOT / "experiments" / "configs" / "study.toml"
+CHAT = ROOT / "results" / "paper" / "chat"
+SCENARIO = ROOT / "tests" / "golden" / "scenarios" / "chunked.jsonl"
+SCHEDULED = ROOT / "tests" / "golden" / "sched" / "extra_scenarios" / "x_never_fits.jsonl"
+PLACES = [
+    *(("--out", one) for one in STUDIES),
+    *(("--out", (*one, "--quiet")) for one in [("compare", "chat"), ("run", RUN), ("ladder", "chat"), ("rate", RATE)]),
+    *(("--out", (*one, "--quiet")) for one in [("ablations", "chat"), ("resample", "chat"), ("capacity",)]),
+    ("--out", ("sweep", SWEEP, "--quiet")),
+    ("--out", ("bench", "allocators", "--quick")),
+    ("--figures", ("bench", "kernels", "--saved", ROOT / "results" / "h200" / "kernels.json")),
+    ("--out", ("plot", CHAT)),
+    ("--out", ("resample", "--saved", ROOT / "results" / "paper" / "chat-resampled")),
+    ("--out", ("ladder", "--show", ROOT / "results" / "paper" / "ladder-chat")),
+    ("--out", ("ablations", "--show", ROOT / "results" / "paper" / "ablations-chat")),
+    ("--out", ("paper", "--only", "laws")),
+    ("--out", ("scenario", SCENARIO.parent)),
+    ("--out/x.jsonl", ("scenario", SCENARIO)),
+    ("--out/x.jsonl", ("scenario", SCHEDULED, "--scheduler", "vllm")),
+    ("--out/x.html", ("report", CHAT)),
+    ("--out/x.csv", ("bounds", CHAT)),
+    ("--figure/x.png", ("bounds", CHAT)),
+    ("--out/x.csv", ("explain", CHAT)),
+    ("--out/x.md", ("explain", "--saved", ROOT / "results" / "study" / "reasons.csv")),
+    ("--out/x.csv", ("explain", "--trace", "chat", "--pool", "450 MiB", "--quiet")),
+    ("--out/x.json", ("timeline", CHAT)),
+    ("--figure/x.png", ("timeline", CHAT)),
+    ("--out/x.csv", ("laws",)),
+    ("--figure/x.png", ("laws", "--saved", ROOT / "results" / "laws.csv")),
+    ("--figure/x.png", ("aged",)),
+    ("--figure/x.png", ("pagesize", "--saved", ROOT / "results" / "pagesize")),
+    ("--figure/x.png", ("demo",)),
+    ("--out/x.csv", ("forks",)),
+    ("--out/x.md", ("diagram", "states")),
+    ("--out/x.json", ("verify", "upstream", "vllm")),
+    ("--out/x.parquet", ("trace", "record")),
+    ("--out/x.jsonl", ("trace", "generate", "chat")),
+    ("--out/x.jsonl", ("trace", "convert", "chat", "--to", "tokens")),
+]
+
+
+@pytest.fixture
+def locked(tmp_path, monkeypatch):
+    """A folder that takes nothing, though its rights say so (a read-only mount, /proc), while no allocator is made."""
+    folder = tmp_path / "locked"
+    folder.mkdir()
+    mkdir = os.mkdir
+
+    def refused(path, *rest, **more):
+        if folder in Path(path).parents:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        mkdir(path, *rest, **more)
+
+    def ran(*_, **__):
+        raise AssertionError("something ran before the place was looked at")
+
+    monkeypatch.setattr(os, "mkdir", refused)
+    for module, name in _CLASSES.values():
+        monkeypatch.setattr(getattr(import_module(module), name), "__init__", ran)
+    monkeypatch.setattr(Figure, "savefig", ran)
+    return folder
+
+
+@pytest.mark.parametrize(("option", "command"), PLACES, ids=lambda item: " ".join(map(str, item))[:60])
+def test_a_place_that_cannot_be_made_is_refused_before_anything_runs(option, command, locked):
+    option, _, name = option.partition("/")
+    with pytest.raises(ValueError, match=rf"{re.escape(str(locked))}\S*: cannot be written.*Read-only"):
+        invoke(*command, option, locked / "a" / name)
+    assert list(locked.iterdir()) == []
+
+
+def test_every_command_that_writes_somewhere_is_asked_for_such_a_place():
+    writers = {
+        path[-1]
+        for path, command in _commands(get_command(app))
+        if any(set(parameter.opts) & {"--out", "--figure", "--figures"} for parameter in command.params)
+    }
+    asked = {part for _, command in PLACES for part in map(str, command)}
+    assert writers - asked - {"init"} == set()
+
+
+def test_looking_at_a_place_leaves_nothing_behind(tmp_path):
+    for path in (tmp_path / "a" / "b" / "c.csv", tmp_path / "c.csv"):
+        refuse_unwritable(path)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="cannot be written"):
+        refuse_unwritable(tmp_path / ("x" * 300))
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc is Linux's")
+def test_proc_takes_no_result(tmp_path):
+    for path in (Path("/proc/foo"), Path("/proc/foo/a.csv"), Path("/proc/self/a/b")):
+        with pytest.raises(ValueError, match=f"{path}: cannot be written"):
+            refuse_unwritable(path)
 
 
 def test_an_earlier_output_of_the_kind_is_taken():
