@@ -24,6 +24,7 @@ from kvarena.experiments.capacity_sizing import Card, card
 from kvarena.experiments.engine.simulate import MakeExecutor
 from kvarena.experiments.engine.step_time import compute_of
 from kvarena.experiments.foreign import read_json
+from kvarena.experiments.wrong_kind import reads
 
 SCHEMA_VERSION = 1
 # What is asked of a card by default: both upstreams' designs on every load, and what stands between them on one.
@@ -103,11 +104,15 @@ def write_measured(path: Path, cells: list[dict[str, Any]], gpu: dict[str, Any])
     partial.replace(path)
 
 
+@reads("capacity on a card")
 def read_measured(path: Path) -> dict[str, Any]:
     """A saved file. Raises ValueError naming it when it is not one."""
     try:
         data = read_json(path)
-        rows = [(cell["panel"], cell["load"], cell["design"], int(cell["measured"])) for cell in data["cells"]]
+        rows = [
+            (cell["panel"], cell["load"], cell["design"], int(cell["measured"]), int(cell["predicted"]))
+            for cell in data["cells"]
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: cannot be read as capacity results of a card ({error})") from None
     if data.get("schema_version") != SCHEMA_VERSION or data.get("kind") != "capacity" or not rows:

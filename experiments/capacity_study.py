@@ -29,6 +29,7 @@ from kvarena.experiments.models import model_shape
 from kvarena.experiments.outputs import refuse_unwritable
 from kvarena.experiments.provenance import provenance
 from kvarena.experiments.sweep_workers import in_processes
+from kvarena.experiments.wrong_kind import reads
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -87,6 +88,7 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+@reads("capacity", "capacity on a card")
 def load_capacity(path: Path | str) -> CapacityResult:
     """Read a finished study, or a card's file (.json). Raises ValueError naming what is missing or broken."""
     folder = Path(path)

@@ -195,7 +195,7 @@ def _legends(figure: Figure, result: CapacityResult, beyond: bool, axes: Axes | 
     card = result.manifest.get("on_card")
     if card:
         face: Any = {"markerfacecolor": "white", "markeredgecolor": "black", "linestyle": "none"}
-        handles.append(Line2D([], [], marker="D", label=f"carried on {card['name']}", **face))
+        handles.append(Line2D([], [], marker="D", label=f"carried on {card['name']}, its own budgets", **face))
     columns = len(result.loads)
     place = {"fontsize": 7.5, "frameon": False, "borderaxespad": 0}
     figure.legend(

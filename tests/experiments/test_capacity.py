@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from kvarena.experiments.capacity import DESIGNS, PARTS, Cell, capacity_plan, measure, run_cell
 from kvarena.experiments.capacity_backends import BACKENDS, page_size_for
+from kvarena.experiments.capacity_beside import caption, differences
 from kvarena.experiments.capacity_card import card_plan, kernels_of, measured_cell, read_measured, write_measured
 from kvarena.experiments.capacity_law import Rules, capacity, carried, demand, largest, without
 from kvarena.experiments.capacity_loads import first, make_load
@@ -275,13 +276,31 @@ def test_the_command_predicts_runs_saves_and_shows_a_card_beside(tmp_path: Path)
     )
     assert ran.exit_code == 0, ran.output
     row = load_capacity(out).capacity.iloc[0]
-    cells = [{"panel": "equal", "load": "long", "design": "block-16", "predicted": 1, "measured": 12345}]
+    sizing = {k: int(v) for k, v in load_capacity(out).sizing.iloc[0].items() if str(k).endswith("_bytes")}
+    sizing["table_bytes"] -= 3 * 2**20
+    cells: list[Any] = [{"panel": "equal", "load": "long", "design": "block-16", "predicted": 12346, "measured": 12345}]
+    cells[0]["sizing"] = sizing
     gpu = {"name": "a card"}
     beside.write_text(json.dumps({"schema_version": 1, "kind": "capacity", "gpu": gpu, "cells": cells}))
     shown = CliRunner().invoke(app, ["capacity", "--saved", str(out), "--measured", str(beside)])
     assert shown.exit_code == 0, shown.output
-    assert "card 12345" in shown.output
+    assert "card 12,345 (12,346)" in shown.output
+    assert "budgets differ from those above: table -3 MiB" in shown.output
     assert f"{row['measured']:,} ({row['predicted']:,})" in shown.output
+
+
+def test_budgets_that_agree_are_not_said_to_differ(found: CapacityResult) -> None:
+    own = [{**row, "sizing": row} for row in found.sizing.to_dict("records")]
+    assert differences(own, found.sizing, "equal") == {}
+    assert "differ" not in caption({"name": "a card", "budgets": {"equal": {}}}, "equal")
+
+
+@pytest.mark.parametrize("missing", ["measured", "predicted"])
+def test_a_cards_cell_without_a_count_is_refused(tmp_path: Path, missing: str) -> None:
+    cell = {"panel": "equal", "load": "long", "design": "block-16", "predicted": 1, "measured": 1}
+    write_measured(tmp_path / "card.json", [{k: v for k, v in cell.items() if k != missing}], {"name": "a card"})
+    with pytest.raises(ValueError, match=f"cannot be read as capacity results of a card .*{missing}"):
+        read_measured(tmp_path / "card.json")
 
 
 @pytest.mark.parametrize(
