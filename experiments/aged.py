@@ -271,7 +271,7 @@ def aged_table(churn: pd.DataFrame) -> Table:
     for allocator, rows in churn.groupby("allocator", sort=False):
         for row in rows.iloc[[0, -1]].to_dict("records"):
             cells = [f"{row['turnovers']:.1f}", f"{row['hours']:.2f}", f"{row['live']:.0f}", f"{row['tokens']:,.0f}"]
-            cells += [f"{row['tokens_a_run']:.1f}", f"{row['token_run_p50']:.0f}"]
+            cells += [f"{row['tokens_a_run']:.2f}", f"{row['token_run_p50']:.0f}"]
             table.add_row(str(allocator), *cells, f"{100 * row['next_slot_share']:.1f} %")
     return table
 

@@ -4,6 +4,7 @@ that costs a decode step."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,17 @@ LABELS = {
 
 
 def aged_looks(names: list[str]) -> dict[str, Look]:
-    """A look for each aged allocator: kind and page size are in its name."""
+    """A look for each aged allocator: kind and page size are in its name. A variant of the same kind and size
+    (`token-1-sorted`) lies on the other line, so it is drawn as thin black crosses."""
     entries = []
     for name in names:
         kind, size, *_ = name.split("-")
         entries.append({"name": name, "label": LABELS.get(name, name), "kind": kind, "page_size": int(size)})
-    return looks(entries)
+    variants = {name for name in names if name.count("-") > 1}
+    return {
+        name: replace(look, colour="#000000", face="#000000", marker="x") if name in variants else look
+        for name, look in looks(entries).items()
+    }
 
 
 def churn(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -40,6 +46,8 @@ def churn(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     for name, look in aged_looks(list(dict.fromkeys(table["allocator"]))).items():
         rows = table[table["allocator"] == name]
         style: dict[str, Any] = {"marker": look.marker, "markerfacecolor": look.face, "linestyle": look.dashes}
+        if look.marker == "x":
+            style["linewidth"] = 0.8
         ax.plot(rows["turnovers"], rows["tokens_a_run"], color=look.colour, label=look.label, **style)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)

@@ -148,3 +148,19 @@ def test_the_command_shows_and_draws_what_ships(tmp_path: Path) -> None:
         invoke("aged", "--seed", 1)
     with pytest.raises(ValueError, match=r"expected a file \.pdf"):
         invoke("aged", "--figure", tmp_path / "f.gif")
+
+
+def test_no_two_lines_look_alike() -> None:
+    found = [
+        (look.colour, look.marker) for look in aged_plots.aged_looks([one.name for one in aged.ALLOCATORS]).values()
+    ]
+    assert len(set(found)) == len(found)
+
+
+def test_runs_that_differ_by_a_few_hundredths_are_printed_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvarena.experiments.console import print_rich
+
+    print_rich(aged.aged_table(aged.load_churn()), piped_columns=150)
+    shown = capsys.readouterr().out
+    assert "1.15" in shown
+    assert "1.18" in shown
