@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
+from inspect import signature
 from typing import Any, Literal
 
 from kvarena.allocators.interface import Gate, KVAllocator
@@ -291,7 +292,8 @@ def make_allocator(spec: AllocatorSpec, *, num_pages: int, **overrides: Any) -> 
     """Build an allocator of `num_pages` pages (the padding page is on top).
 
     spec: "vllm", "sglang", a kind, a mapping or `Design`, the name of an entry point in group
-    `kvarena.allocators`, or a KVAllocator class (called with num_pages and the overrides).
+    `kvarena.allocators`, or a KVAllocator class, called as `spec(num_pages=num_pages, **overrides)`: ValueError when
+    its constructor needs anything else, or takes no such override.
     """
     if isinstance(spec, KVAllocator):
         return spec
@@ -301,9 +303,9 @@ def make_allocator(spec: AllocatorSpec, *, num_pages: int, **overrides: Any) -> 
         )
     num_pages = int(num_pages)
     if isinstance(spec, type):
-        return _of_class(spec)(num_pages=num_pages, **overrides)
+        return _built(_of_class(spec), num_pages, overrides)
     if isinstance(spec, str) and spec in (plugins := _entry_points()):
-        return plugins[spec]()(num_pages=num_pages, **overrides)
+        return _built(plugins[spec](), num_pages, overrides)
     chosen = design(spec)
     # `hash_fn` may be a callable, which is no config value: it goes to the constructor.
     extra = {"hash_fn": overrides.pop("hash_fn")} if callable(overrides.get("hash_fn")) else {}
@@ -319,6 +321,28 @@ def _of_class(given: type) -> Callable[..., KVAllocator]:
     if missing := sorted(getattr(given, "__abstractmethods__", ())):
         raise ValueError(f"allocator: {given.__name__} lacks {', '.join(missing)}")
     return given
+
+
+def _built(made_by: Callable[..., KVAllocator], num_pages: int, overrides: Mapping[str, Any]) -> KVAllocator:
+    check_constructor(made_by, num_pages=num_pages, **overrides)
+    return made_by(num_pages=num_pages, **overrides)
+
+
+def check_constructor(made_by: Callable[..., KVAllocator], **given: Any) -> None:
+    """Raise ValueError, naming both, unless a constructor that is not ours takes `given`, all by name, and needs no
+    more."""
+    try:
+        found = signature(made_by)
+    except ValueError:  # of code that is not Python's nobody knows it
+        return
+    try:
+        found.bind(**given)
+    except TypeError as error:
+        name = getattr(made_by, "__name__", repr(made_by))
+        call = ", ".join(f"{field}={value!r}" for field, value in given.items())
+        raise ValueError(
+            f"allocator: {name}: expected a constructor that takes {name}({call}), found {name}{found}: {error}"
+        ) from None
 
 
 def label(spec: Design) -> str:

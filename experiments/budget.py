@@ -14,8 +14,8 @@ from kvarena.experiments.models import ModelShape
 ENTRY_BYTES = 4  # int32 page or slot ids
 SLOT_MAPPING_BYTES = 8  # int64
 MAX_SLOTS = 2**31
-_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-_UNITS["tb"] = 10**12
+_NAMES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "kB", "MB", "GB", "TB", "PB")
+_UNITS = {name.lower(): (1024 if name.endswith("iB") else 1000) ** "bkmgtp".index(name[0].lower()) for name in _NAMES}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -63,7 +63,9 @@ def parse_bytes(text: str, name: str = "pool", least: int = 1) -> int:
     True
     """
     match = _SIZE.fullmatch(text)
-    if match is None or match.group(2).lower() not in _UNITS:
+    if match is not None and match.group(2).lower() not in _UNITS:
+        raise ValueError(f"{name}: expected a unit of {', '.join(_NAMES)}, found {match.group(2)!r} in {text!r}")
+    if match is None:
         others = ", a share such as '10 %' or 'sweep'" if name == "pool" else ""
         raise ValueError(f"{name}: expected a size with a unit such as '16 GiB'{others}, found {text!r}")
     number = float(match.group(1)) * _UNITS[match.group(2).lower()]

@@ -1,4 +1,4 @@
-"""Which files of a result were changed after they were written: the hashes that `verify result` compares, and no more."""
+"""Which files of a result were changed after they were written, by the hashes that `verify result` compares."""
 
 from __future__ import annotations
 

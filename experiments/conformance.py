@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from kvarena.allocators.config import AllocatorSpec, make_allocator
+from kvarena.allocators.config import AllocatorSpec, check_constructor, make_allocator
 from kvarena.allocators.interface import EventLog, KVAllocator, Release, Sequence, SupportsFork
 from kvarena.experiments.random_ops import MAX_DRAFT, MAX_LIVE, RandomOps
 from kvarena.experiments.shadow import Actor, Contents, ShadowPool, Violation
@@ -91,6 +91,8 @@ def conformance(
         make_allocator(allocator, num_pages=num_pages, **options)  # a wrong spec is no broken law
     elif not issubclass(allocator, KVAllocator):
         raise ValueError(f"allocator: expected a subclass of KVAllocator, found {allocator!r}")
+    else:
+        check_constructor(allocator, num_pages=num_pages, **options)  # nor is a wrong constructor
     chosen = list(seeds)
 
     def make() -> KVAllocator:

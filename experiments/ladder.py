@@ -48,6 +48,7 @@ from kvarena.experiments.shapley import apportion, interaction, marginals, shapl
 from kvarena.experiments.specs import allocator_entry, display_label
 from kvarena.experiments.sweep import SweepResult, sweep, write_whole
 from kvarena.experiments.sweep_plan import kind_of
+from kvarena.experiments.wrong_kind import reads
 
 DEFAULT_POOL = "30 %"
 # metric -> (unit, whether shares are apportioned in whole units)
@@ -391,6 +392,7 @@ def _json(data: Mapping[str, Any]) -> str:
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
 
+@reads("ladder")
 def load_ladder(path: Path | str) -> Ladder:
     """Read a finished ladder. Raises ValueError when it is none, or not whole."""
     folder = Path(path)

@@ -34,6 +34,7 @@ from kvarena.experiments.pools import Cell, plan
 from kvarena.experiments.replay import Replay
 from kvarena.experiments.results import refuse_others
 from kvarena.experiments.sweep import write_whole
+from kvarena.experiments.wrong_kind import reads
 
 MANIFEST = "ablations.json"
 PAGE_SIZE = 16  # of both designs: their tables are compared in bytes
@@ -241,6 +242,7 @@ def save(made: Ablations, folder: Path) -> None:
     made.path = folder
 
 
+@reads("ablations")
 def load_ablations(path: Path | str) -> Ablations:
     """Read finished ablations. Raises ValueError when they are none, or not whole."""
     folder = Path(path)

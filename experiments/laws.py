@@ -27,6 +27,7 @@ from kvarena.allocators.config import make_allocator
 from kvarena.allocators.interface import Release
 from kvarena.allocators.interface import Sequence as Tokens
 from kvarena.experiments.budget import PoolTooSmallError
+from kvarena.experiments.wrong_kind import reads
 
 if TYPE_CHECKING:
     from kvarena.experiments.capacity import Cell
@@ -320,6 +321,7 @@ def about_laws(workload: str, requests: int | None) -> str:
     return f"{trace.name} · first {count:,} requests · outputs {trace.visible.outputs}"
 
 
+@reads("laws")
 def load_laws(path: Path) -> tuple[list[Law], str]:
     """What `laws --out` wrote, and what it is about. Raises ValueError when it is something else."""
     names = [field.name for field in fields(Law)]

@@ -31,6 +31,7 @@ from kvarena.experiments.engine.step_time import compute_of, load_gpu_times
 from kvarena.experiments.foreign import read_json
 from kvarena.experiments.models import model_shape
 from kvarena.experiments.specs import allocator_entry
+from kvarena.experiments.wrong_kind import reads
 
 if TYPE_CHECKING:
     from kvarena.experiments.pools import Cell
@@ -274,6 +275,7 @@ def refuse_other(folder: Path) -> None:
     refuse_others(folder, (folder / "pagesize.json").is_file(), "an earlier page-size study")
 
 
+@reads("page-size study")
 def load(folder: Path) -> Study:
     """Read a saved study. Raises ValueError naming the folder."""
     partial.refuse_partial(folder)

@@ -38,6 +38,7 @@ from kvarena.experiments.outputs import refuse_unwritable
 from kvarena.experiments.provenance import provenance
 from kvarena.experiments.results import Result
 from kvarena.experiments.sweep_workers import in_processes
+from kvarena.experiments.wrong_kind import reads
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 SCHEMA_VERSION = 1
@@ -119,6 +120,7 @@ def refuse_other(folder: Path) -> None:
         load_rate(folder)
 
 
+@reads("rate")
 def load_rate(path: Path | str) -> RateResult:
     """Read a finished study. Raises ValueError naming what is missing or broken."""
     folder = Path(path)

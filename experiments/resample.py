@@ -29,6 +29,7 @@ from kvarena.experiments.plots import _finish, _new_axes, _pool_axis, _styled
 from kvarena.experiments.style import FORMATS, looks, printable
 from kvarena.experiments.sweep import SweepResult, sweep, write_whole
 from kvarena.experiments.tables import Table
+from kvarena.experiments.wrong_kind import reads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -130,6 +131,7 @@ def _without_sweep(base: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in base.items() if name != "sweep"}
 
 
+@reads("resample")
 def open_replicates(path: Path | str) -> Replicates:
     """Read a finished study; `open_sweep` reads its cells. Raises ValueError when there is none."""
     file = Path(path) / STUDY

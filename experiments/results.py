@@ -28,6 +28,7 @@ from kvarena.experiments.foreign import read_object, read_toml
 from kvarena.experiments.outputs import as_path, refuse_unwritable, remove_stale
 from kvarena.experiments.provenance import sha256
 from kvarena.experiments.result_check import check_manifest, check_same_numbers, check_tables, other_code
+from kvarena.experiments.wrong_kind import reads
 
 if TYPE_CHECKING:
     from kvarena.experiments.divergence import Divergence
@@ -174,6 +175,7 @@ class Result:
         return f"Result({self.manifest['trace']}: {names}; {len(self.pools)} pools; {len(self.summary)} cells)"
 
 
+@reads("compare", "run")
 def load_result(path: Path | str) -> Result:
     """Read a finished result folder. Raises ValueError naming the file that is missing or broken, and for a folder
     that an interrupted command left (`partial.load_partial` reads it)."""

@@ -13,6 +13,7 @@ from kvarena.experiments.budget import format_bytes, parse_bytes
 from kvarena.experiments.explain import REASONS, Explanation, explain, explain_every_cell, summarise
 from kvarena.experiments.outputs import save_one, whole
 from kvarena.experiments.style import printable
+from kvarena.experiments.wrong_kind import reads
 
 if TYPE_CHECKING:
     from kvarena.experiments.results import Result
@@ -68,6 +69,7 @@ def study_row(result: Result, keys: dict[str, Any]) -> dict[str, Any]:
     return {**told, **keys, **{name: found[name].iloc[0] for name in FACTS}}
 
 
+@reads("reasons of a sweep")
 def load_reasons(path: Path) -> pd.DataFrame:
     """What `explain SWEEP --out` wrote. Raises ValueError when it is something else."""
     try:

@@ -32,6 +32,7 @@ from kvarena.experiments.partial import Interrupted
 from kvarena.experiments.results import MANIFEST, Result, finished_folder, load_result
 from kvarena.experiments.sweep_plan import SweepCell, code_digest, load_sweep, sweep_cells
 from kvarena.experiments.sweep_workers import LocalWorkers, Outcome, RayWorkers, Workers
+from kvarena.experiments.wrong_kind import reads
 
 INDEX = "sweep.json"
 _KEY = re.compile(r"[0-9a-f]{8,64}")
@@ -105,6 +106,7 @@ def sweep(
     return open_sweep(folder)
 
 
+@reads("sweep")
 def open_sweep(path: Path | str) -> SweepResult:
     """Read a sweep's folder, finished or not. Raises ValueError when there is none."""
     folder = Path(path)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvarena.experiments.bench.alloc_recorded import Mark, verdict
+from kvarena.experiments.wrong_kind import reads
 
 Row = dict[str, Any]
 ROWS_FILE = "allocators.jsonl"
@@ -33,6 +34,7 @@ SUMMARY = {
 LABELS = {"replay": "replay of ", "slowdown": "growth, "}
 
 
+@reads("allocator benchmark")
 def load(folder: Path) -> list[Row]:
     """Rows of one run, header first. ValueError when the folder is no run's."""
     path = folder / ROWS_FILE

@@ -15,6 +15,7 @@ from kvarena.experiments.bench.tables import TARGETS_HEAD, Row, all_peers, read_
 from kvarena.experiments.foreign import read_object
 from kvarena.experiments.outputs import refuse_other_figures, refuse_other_file, source_of
 from kvarena.experiments.style import STYLE, add_footer, save_figure
+from kvarena.experiments.wrong_kind import reads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,6 +49,7 @@ EXTEND_KERNELS = ("kvarena-gluon", "kvarena-triton", "fa3", "flashinfer", "vllm-
 POINT_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000")
 
 
+@reads("measurements on a card")
 def load_kernels(path: Path) -> dict[str, Any]:
     """A results file of `kvarena bench kernels`. ValueError: not one, or of another schema."""
     whole = read_object(path)

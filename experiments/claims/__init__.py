@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from kvarena.experiments.config import SCHEMA_VERSION
 from kvarena.experiments.foreign import read_json
+from kvarena.experiments.wrong_kind import reads
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Verdict = Literal["reproduced", "refuted", "depends", "not tested"]
@@ -217,6 +218,7 @@ def write_page(findings: Iterable[Finding], folder: Path) -> None:
         raise ValueError(f"{folder}: cannot be written ({error.strerror})") from None
 
 
+@reads("claims")
 def load_findings(folder: Path) -> list[Finding]:
     """Read `claims.json`. Raises ValueError naming the claim whose file is no longer the one that was tested."""
     found = []

@@ -64,10 +64,23 @@ def test_a_pool_of_more_slots_than_int32_names_is_refused():
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("1 B", 1), ("1.5 KiB", 1536), ("16GiB", 16 * 2**30), ("2 tb", 2 * 10**12), (" 3 MB ", 3 * 10**6)],
+    [
+        ("1 B", 1),
+        ("1.5 KiB", 1536),
+        ("16GiB", 16 * 2**30),
+        ("2 tb", 2 * 10**12),
+        (" 3 MB ", 3 * 10**6),
+        ("1 PiB", 2**50),
+        ("2 PB", 2 * 10**15),
+    ],
 )
 def test_sizes_read(text, number):
     assert parse_bytes(text) == number
+
+
+def test_an_unknown_unit_is_told_the_known_ones():
+    with pytest.raises(ValueError, match=r"a unit of B, KiB, .*PiB, .*PB, found 'EiB' in '1 EiB'"):
+        parse_bytes("1 EiB")
 
 
 @pytest.mark.parametrize(

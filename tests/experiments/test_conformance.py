@@ -1,10 +1,14 @@
 """`kv.testing.conformance`: right allocators pass, each fault is named, whoever wrote the allocator."""
 
 import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from kvarena.allocators import config
+from kvarena.allocators.block import BlockAllocator
 from kvarena.allocators.config import PRESETS, make_allocator
 from kvarena.allocators.interface import SupportsFork
 from kvarena.experiments.conformance import conformance
@@ -85,6 +89,60 @@ def test_a_constructor_that_fails_is_a_finding_of_every_law():
     report = conformance(Unbuildable)
     assert len(report.failures) == len(report.findings)
     assert "raised RuntimeError: no device" in str(report)
+
+
+class NeedsRules(BlockAllocator):
+    """Inherits a constructor that needs a design."""
+
+
+class SizedByOtherName(StackAllocator):
+    def __init__(self, pages):
+        super().__init__(pages)
+
+
+class PositionalOnly(StackAllocator):
+    def __init__(self, num_pages, /):
+        super().__init__(num_pages)
+
+
+@pytest.mark.parametrize("wrong", [NeedsRules, SizedByOtherName, PositionalOnly], ids=lambda one: one.__name__)
+def test_a_constructor_that_cannot_be_called_names_what_is_called_and_what_was_found(wrong, monkeypatch):
+    name = wrong.__name__
+    said = rf"{name}: expected a constructor that takes {name}\(num_pages=.*\), found {name}\({{}}"
+    found = {"NeedsRules": "num_pages: .*design", "SizedByOtherName": "pages", "PositionalOnly": "num_pages, /"}[name]
+    with pytest.raises(ValueError, match=said.format(found)):
+        kv.compare("chat", requests=2, pool="1 GiB", allocators=["vllm", wrong])
+    with pytest.raises(ValueError, match=said.format(found)):
+        kv.make_allocator(wrong, num_pages=8)
+    with pytest.raises(ValueError, match=said.format(found)):
+        conformance(wrong)
+    monkeypatch.setattr(config, "_entry_points", lambda: {"theirs": lambda: wrong})
+    with pytest.raises(ValueError, match=said.format(found)):
+        kv.make_allocator("theirs", num_pages=8)
+
+
+def test_an_override_that_a_class_does_not_take_is_named():
+    with pytest.raises(ValueError, match=r"takes StackAllocator\(num_pages=8, colour='red'\), found .*'colour'"):
+        kv.make_allocator(StackAllocator, num_pages=8, colour="red")
+
+
+def test_an_error_inside_a_constructor_stays_what_it_is():
+    class Faulty(StackAllocator):
+        def __init__(self, num_pages):
+            super().__init__(num_pages, nonsense=1)
+
+    with pytest.raises(TypeError, match="nonsense"):
+        kv.make_allocator(Faulty, num_pages=8)
+
+
+def test_the_allocator_in_contributing_conforms_and_is_compared():
+    page = (Path(__file__).resolve().parents[2] / "CONTRIBUTING.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    found: dict = {}
+    exec(compile(example, "CONTRIBUTING.md", "exec"), found)
+    assert found["result"].allocators == ["vllm", "WideBlocks"]
+    hits = found["result"].summary.set_index("allocator")["token_hit_rate"]
+    assert hits["WideBlocks"] < hits["vllm"]
 
 
 def test_without_torch_the_adapters_are_skipped_with_the_reason():
