@@ -83,6 +83,11 @@ SHARES = {
 }
 
 
+def is_timed(made: Ladder) -> bool:
+    """Whether the allocator's time was measured in rounds, and so has a spread."""
+    return bool(made.manifest.get("time_rounds", 0))
+
+
 def plot_shares(made: Ladder, ax: Axes | None = None, metric: str = TIME, pool: int | None = None) -> Axes:
     """Each rung's share of the difference in one metric, as a bar from 0. Whiskers: of the measured time, the range of
     single rounds (grey bars: it holds zero); of what is counted, what the rung adds in any setting of the others."""
@@ -91,7 +96,9 @@ def plot_shares(made: Ladder, ax: Axes | None = None, metric: str = TIME, pool: 
     ax = _axes((4.6, 1.0 + 0.3 * len(made.rungs))) if ax is None else ax
     scale, name = SHARES[metric]
     table = made.of(metric, pool)
-    timed = metric == TIME and "spread_low" in table and bool(table["spread_low"].notna().all())
+    timed = metric == TIME and is_timed(made)
+    if metric == TIME and not timed:
+        name = "allocator time (µs of wall clock a request, taken once)"
     ends = ("spread_low", "spread_high") if timed else () if metric == TIME else ("low", "high")
     for place, row in enumerate(table.to_dict("records")):
         value = scale * row["value"]
@@ -121,12 +128,13 @@ def plot_shares(made: Ladder, ax: Axes | None = None, metric: str = TIME, pool: 
 
 
 def plot_metrics(made: Ladder, pool: int | None = None) -> Figure:
-    """Shares of all four metrics side by side, rungs in rows."""
+    """Shares of all four metrics side by side, rungs in rows; of three where the time was taken once."""
     import matplotlib.pyplot as plt
 
     figure: Any = plt.figure(figsize=(7.0, 1.5 + 0.32 * len(made.rungs)), layout="constrained")
-    panels = figure.subplots(1, len(SHARES), sharey=True)
-    for ax, metric in zip(panels, SHARES, strict=True):
+    metrics = [metric for metric in SHARES if metric != TIME or is_timed(made)]
+    panels = figure.subplots(1, len(metrics), sharey=True)
+    for ax, metric in zip(panels, metrics, strict=True):
         plot_shares(made, ax, metric, pool)
         ax.set_xlabel(ax.get_xlabel().replace(" (", "\n("), fontsize=7)
         ax.tick_params(axis="x", labelsize=6.5)

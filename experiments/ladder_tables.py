@@ -35,7 +35,9 @@ def _attribution(made: Ladder, pool: int) -> Table:
         f"pool {format_bytes(pool)}, {2 ** len(made.rungs)} subsets"
     )
     thrown = "preemptions" if manifest["of"] == "run" else "early ends"
-    heads = ("hit tokens", "points", "from..to, points", "concurrency", thrown, "allocator µs a request (rounds)")
+    timed = bool(manifest.get("time_rounds", 0))
+    heads = ["hit tokens", "points", "from..to, points", "concurrency", thrown]
+    heads += ["allocator µs a request (rounds)"] if timed else []
     table.add_column("rung")
     table.add_column("from -> to")
     for head in heads:
@@ -52,7 +54,7 @@ def _attribution(made: Ladder, pool: int) -> Table:
             f"{100 * rate['low']:+.2f}..{100 * rate['high']:+.2f}",
             f"{row['concurrency']['value']:+.3f}",
             f"{int(row['preemptions']['whole']):+,}",
-            _time(row[TIME]),
+            *([_time(row[TIME])] if timed else []),
         )
     table.add_section()
     totals = {name: part["value"].sum() for name, part in parts.items()}
@@ -64,7 +66,7 @@ def _attribution(made: Ladder, pool: int) -> Table:
         "",
         f"{totals['concurrency']:+.3f}",
         f"{int(parts['preemptions']['whole'].sum()):+,}",
-        f"{totals[TIME]:+.1f}",
+        *([f"{totals[TIME]:+.1f}"] if timed else []),
     )
     low, high = (100 * made.end("token_hit_rate", upper=upper, pool=pool) for upper in (False, True))
     notes = [f"token hit rate {low:.3f} % to {high:.3f} %", f"outputs: {manifest['visible']['outputs']}", made.unit]
@@ -75,8 +77,6 @@ def _attribution(made: Ladder, pool: int) -> Table:
 
 def _time(row: Any) -> str:
     """The share, the range of single rounds, and a mark where that holds zero."""
-    if row.get("spread_low") != row.get("spread_low") or row.get("spread_low") is None:
-        return f"{row['value']:+.1f}"
     noise = NOISE if row["within_noise"] else ""
     return f"{row['value']:+,.0f} ({row['spread_low']:+,.0f}..{row['spread_high']:+,.0f}){noise}"
 
@@ -84,7 +84,7 @@ def _time(row: Any) -> str:
 def _how_timed(made: Ladder, rows: Any) -> str:
     rounds = made.manifest.get("time_rounds", 0)
     if not rounds:
-        return "time: measured once on the wall clock, no spread known"
+        return "time: not shown, since it was taken once on the wall clock; --rounds 3 measures it"
     marked = f"; {NOISE.strip()}: within noise" if rows["within_noise"].any() else ""
     low, high = rows["lower_us"].iloc[0], rows["upper_us"].iloc[0]
     return (

@@ -70,16 +70,36 @@ class CpuClock(ForwardingAllocator):
         return evicted
 
 
+class Pace:
+    """Says through `tick` that a round begins, and every `every` seconds how far it is and how long the rest takes."""
+
+    def __init__(self, rounds: int, runs: int, tick: Callable[[str], None] | None, every: float = 15.0) -> None:
+        self.rounds, self.runs, self.tick, self.every = rounds, runs, tick, every
+        self.begun = 0
+        self.start = self.said = time.monotonic()
+
+    def next(self) -> None:
+        """Another run begins."""
+        turn, place = divmod(self.begun, self.runs)
+        now = time.monotonic()
+        if self.tick is not None and (place == 0 or now - self.said >= self.every):
+            left = (now - self.start) / self.begun * (self.rounds * self.runs - self.begun) if self.begun else None
+            about = "" if left is None else f"; about {left:.0f} s left"
+            self.tick(f"allocator time: round {turn + 1} of {self.rounds}, run {place + 1} of {self.runs}{about}")
+            self.said = now
+        self.begun += 1
+
+
 def measure(plan: LadderPlan, workloads: Sequence[Workload], rounds: int, tick: Callable[[str], None] | None) -> Times:
     """Run every subset `rounds` times. Seeds add up; pools stay apart. Costs as much as the ladder, each round."""
     jobs = [job for mask, cell in enumerate(plan.cells) for job in _jobs(plan, mask, cell, workloads)]
     pools = sorted({pool for pool, _, _, _ in jobs})
     found: Times = {pool: [] for pool in pools}
+    pace = Pace(rounds, len(jobs), tick)
     for turn in range(rounds):
-        if tick is not None:
-            tick(f"allocator time: round {turn + 1} of {rounds}")
         spent = {pool: [[0, 0] for _ in plan.cells] for pool in pools}
         for pool, mask, requests, run in jobs if turn % 2 == 0 else reversed(jobs):
+            pace.next()
             spent[pool][mask][0] += _undisturbed(run)
             spent[pool][mask][1] += requests
         for pool in pools:

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from kvarena.allocators.config import GENERAL, design
+from kvarena.experiments import ladder_times
 from kvarena.experiments.ladder import TIME, Ladder, _time_rows, ladder, load_ladder, read_base
 from kvarena.experiments.ladder_plan import LOWER_FAST, MAX_RUNGS, REST, UPPER_FAST, UPPER_WHOLE, plan_ladder
 from kvarena.experiments.ladder_plots import plot_interactions, plot_metrics, plot_shares, plot_waterfall
@@ -393,11 +394,29 @@ def test_time_shares_come_from_what_each_round_measured() -> None:
     assert (dear["lower_us"], dear["upper_us"]) == (100.0, 110.0)
 
 
-def test_without_rounds_the_time_says_that_it_was_measured_once(tmp_path: Path) -> None:
+def test_without_rounds_the_time_is_not_shown_and_the_table_says_why(tmp_path: Path, made: Ladder) -> None:
     once = ladder(CHAT, tmp_path / "once", groups=["duplicates"], jobs=1, rounds=0)
     assert once.of(TIME)["spread_low"].isna().all()
-    text = "\n".join(str(table.caption) for table in ladder_tables(once))
-    assert "measured once on the wall clock, no spread known" in text
+    shown, timed = (next(ladder_tables(one)) for one in (once, made))
+    assert "not shown, since it was taken once" in str(shown.caption)
+    assert [any("µs" in str(column.header) for column in table.columns) for table in (shown, timed)] == [False, True]
+    assert len(plot_metrics(once).axes) == 3
+    assert "taken once" in plot_shares(once, metric=TIME).get_xlabel()
+
+
+def test_rounds_say_how_far_they_are_and_how_long_the_rest_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 100, 2))
+    monkeypatch.setattr(ladder_times.time, "monotonic", lambda: next(clock))
+    said: list[str] = []
+    pace = ladder_times.Pace(2, 4, said.append, every=5)
+    for _ in range(8):
+        pace.next()
+    assert said == [
+        "allocator time: round 1 of 2, run 1 of 4",
+        "allocator time: round 1 of 2, run 4 of 4; about 13 s left",
+        "allocator time: round 2 of 2, run 1 of 4; about 10 s left",
+        "allocator time: round 2 of 2, run 4 of 4; about 2 s left",
+    ]
 
 
 def test_bars_of_every_metric_have_the_shares_and_the_whiskers_of_the_tables(made: Ladder) -> None:
