@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvarena.experiments.style import DASHES as LOOK_DASHES
 from kvarena.experiments.style import STYLE, Look, add_footer, looks, save_figure
 
 if TYPE_CHECKING:
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEGEND_CHARACTERS = 130  # of all labels together, in one line
-DASHES = {"p50": "-", "p90": (0, (4, 1.5)), "p99": (0, (1.2, 1.2))}
+DASHES: dict[str, Any] = {"p50": "-", "p90": (0, (4, 1.5)), "p99": (0, (1.2, 1.2))}
+TURN_MARKERS = ("v", "P", "X")  # of allocators that share a colour, after the first
+FEW = 5.0  # highest over lowest value up to which an axis of 1, 2 and 5 would have two labels or less
 
 
 def plot_normalised(result: RateResult, ax: Axes) -> Axes:
@@ -34,8 +37,7 @@ def plot_percentiles(result: RateResult, what: str, ax: Axes) -> Axes:
     for name, look in _looks(result).items():
         rows = _rows(result, name)
         for label, dashes in DASHES.items():
-            style = {**_line(look), "linestyle": dashes}
-            ax.plot(rows["rate_per_s"], rows[f"{what}_{label}_ms"], **style)
+            ax.plot(rows["rate_per_s"], rows[f"{what}_{label}_ms"], **_line(look, dashes))
     _log(ax)
     return _finish(ax, f"{what.upper()} (ms):\np50 solid, p90 dashed, p99 dotted")
 
@@ -44,8 +46,8 @@ def plot_throughput(result: RateResult, ax: Axes) -> Axes:
     """Served (solid) and good (dashed) requests a second; the thin line is what arrives."""
     for name, look in _looks(result).items():
         rows = _rows(result, name)
-        ax.plot(rows["rate_per_s"], rows["requests_per_s"], **{**_line(look), "linestyle": "-"})
-        ax.plot(rows["rate_per_s"], rows["goodput_per_s"], **{**_line(look), "linestyle": (0, (4, 1.5))})
+        ax.plot(rows["rate_per_s"], rows["requests_per_s"], **_line(look))
+        ax.plot(rows["rate_per_s"], rows["goodput_per_s"], **_line(look, DASHES["p90"]))
     most = float(result.rates["requests_per_s"].max())
     ax.plot([0, most], [0, most], color="#555555", linewidth=0.8, linestyle=":")
     ax.set_ylim(0, most * 1.08)
@@ -82,11 +84,13 @@ def plot_hits(result: RateResult, ax: Axes) -> Axes:
 
 
 def _log(ax: Axes) -> None:
-    """A logarithmic axis with plain numbers."""
+    """A logarithmic axis with plain numbers, more of them where it is short."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     ax.set_yscale("log")
-    ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    low, high = ax.get_ylim()
+    subs = (1.0, 2.0, 5.0) if high / low > FEW else (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
+    ax.yaxis.set_major_locator(LogLocator(subs=subs))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
 
@@ -95,9 +99,12 @@ def _rows(result: RateResult, name: str) -> Any:
     return result.rates[result.rates["allocator"] == name].sort_values("rate_per_s")
 
 
-def _line(look: Look) -> dict[str, Any]:
-    face = {"markerfacecolor": look.face, "markersize": 3.5, "linewidth": 1.3}
-    return {"color": look.colour, "marker": look.marker, "linestyle": look.dashes, **face}
+def _line(look: Look, dashes: Any = "-") -> dict[str, Any]:
+    """Dashes say what is drawn, never of which allocator: those of one colour have markers of their own here."""
+    turn = LOOK_DASHES.index(look.dashes)
+    marker = TURN_MARKERS[turn - 1] if turn else look.marker
+    face = {"markerfacecolor": look.face, "markersize": 4 if turn else 3.5, "linewidth": 1.3}
+    return {"color": look.colour, "marker": marker, "linestyle": dashes, **face}
 
 
 def _looks(result: RateResult) -> dict[str, Look]:

@@ -50,7 +50,7 @@ def pool_map(timeline: Timeline, ax: Axes | None = None) -> Axes:
     head = printable(f"{timeline.title}: {timeline.label}")
     title = f"{head}, {timeline.num_pages:,} pages of {timeline.page_size}"
     ax.set_title(title, loc="left", fontsize=9, pad=20)
-    _legend(ax)
+    _legend(ax, evictions=bool(timeline.evictions))
     return ax
 
 
@@ -78,7 +78,9 @@ def _times(timeline: Timeline) -> Any:
 
 
 def _mark_evictions(timeline: Timeline, ax: Axes) -> None:
-    """A tick under the map wherever pages were evicted."""
+    """A tick under the map wherever pages were evicted; none where none were."""
+    if not timeline.evictions:
+        return
     scale = (lambda mark: mark.time_s) if timeline.kind == "run" else (lambda mark: float(mark.step))
     at = sorted({scale(mark) for mark in timeline.evictions})
     ax.plot(at, [0.0] * len(at), "|", color="black", markersize=5, clip_on=False, transform=ax.get_xaxis_transform())

@@ -40,6 +40,8 @@ COLUMNS = (
     ),
     *("floor", "ratio at it", "must", "aim", "met", "met by recorded"),
 )
+SECOND = (0, (3, 1.5))  # dashes of a kind's second design
+SAMPLE = 4.2  # of a legend's line, in letters: several of the dashes on either side of the marker
 MET = {"aim": "aim", "must": "must", "no": "missed"}
 NOTES = """\
 real here, ratio here (over the turns): the real package as its engine calls it, in turns with ours in this run
@@ -210,12 +212,14 @@ def growth_figure(rows: Iterable[Row]) -> Figure:
         for design, page_size in dict.fromkeys((row["design"], row["page_size"]) for row in chosen):
             kind = design.split()[0]
             line = [row for row in chosen if (row["design"], row["page_size"]) == (design, page_size)]
+            second = design.endswith("runs") or (page_size == 16 and kind == "token")
             ax.plot(
                 [row["size"] for row in line],
                 [row["value"] for row in line],
                 color=KIND_COLOURS[kind],
                 marker=MARKERS[kind],
-                linestyle="--" if design.endswith("runs") or (page_size == 16 and kind == "token") else "-",
+                markerfacecolor="white" if second else KIND_COLOURS[kind],
+                linestyle=SECOND if second else "-",
                 label=f"{design}, page {page_size}",
             )
         _label(ax, name, nodes="leaf" in name or "leaves" in name)
@@ -229,7 +233,7 @@ def _label(ax: Axes, name: str, *, nodes: bool) -> None:
     ax.set_title(name)
     ax.set_xlabel("leaves in the tree" if nodes else "pages in the pool")
     ax.set_ylabel("CPU time, µs")
-    ax.legend()
+    ax.legend(handlelength=SAMPLE)
 
 
 def latency_figure(rows: Iterable[Row]) -> Figure:

@@ -20,7 +20,7 @@ from kvarena.experiments.bench.alloc_floor_ops import floor_ops
 from kvarena.experiments.bench.alloc_load import page_names, replay_prompts
 from kvarena.experiments.bench.alloc_ops import Op, Timed, block_ops, token_ops
 from kvarena.experiments.bench.alloc_recorded import MARKS, Mark, times_better, verdict
-from kvarena.experiments.bench.alloc_tables import growth_figure, text
+from kvarena.experiments.bench.alloc_tables import SAMPLE, SECOND, growth_figure, text
 from kvarena.experiments.cli import app
 from typer.testing import CliRunner
 
@@ -196,6 +196,19 @@ def test_runs_laid_together_are_judged_by_the_median_of_their_ratios() -> None:
 def test_growth_has_a_panel_for_each_operation_and_a_line_for_each_design(rows: list[dict[str, Any]]) -> None:
     panels = growth_figure(rows).axes
     assert [len(ax.get_lines()) for ax in panels] == [4, 1, 1]
+
+
+def test_designs_of_one_colour_are_told_apart_in_the_legend_of_growth(rows: list[dict[str, Any]]) -> None:
+    """By the marker's face, and by dashes of which a sample shows several on either side of it."""
+    legend = growth_figure(rows).axes[0].get_legend()
+    samples = legend.get_lines()
+    seen = {(line.get_color(), line.get_markerfacecolor(), line.get_linestyle()) for line in samples}
+    assert len(seen) == len({(colour, face) for colour, face, _ in seen}) == len(samples) == 4
+    letter = legend.get_texts()[0].get_fontsize()  # points, as a dash times its width
+    for line in samples:
+        if line.get_linestyle() == "--":
+            dash = sum(SECOND[1]) * line.get_linewidth()
+            assert (SAMPLE * letter - line.get_markersize()) / 2 > 1.5 * dash
 
 
 @pytest.mark.skipif(real_sglang.importable() is not None, reason="needs sglang 0.5.22 (extra: peers)")

@@ -6,12 +6,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 from kvarena.experiments.cli import app
 from kvarena.experiments.engine.run_config import run_config
 from kvarena.experiments.engine.step_time import Compute, GpuTimes, save_gpu_times
 from kvarena.experiments.models import SHAPES
+from kvarena.experiments.plots_rate import draw_rate
 from kvarena.experiments.rate import RateResult, knee, load_rate, load_rate_plan, prompt_flops, rate_plan, run_rate
 from typer.testing import CliRunner
 
@@ -84,6 +86,33 @@ def test_a_study_survives_its_folder_and_is_shown_again(found: RateResult, tmp_p
     (tmp_path / "other" / "mine.txt").write_text("x")
     with pytest.raises(ValueError, match="not a finished rate study"):
         found.save(tmp_path / "other")
+
+
+@pytest.fixture(scope="module")
+def shipped() -> RateResult:
+    return load_rate(REPO / "results" / "rate")
+
+
+def test_dashes_say_what_is_drawn_and_colour_and_marker_of_which_allocator(shipped: RateResult) -> None:
+    panels = draw_rate(shipped).axes
+    names = len(shipped.manifest["allocators"])
+    for ax, dashed in ((panels[0], 0), (panels[1], 2), (panels[2], 2), (panels[3], 1), (panels[4], 0)):
+        marked = [line for line in ax.get_lines() if line.get_marker() != "None"]
+        looks = {(line.get_color(), line.get_marker(), line.get_markerfacecolor()) for line in marked}
+        assert len(looks) == names
+        assert len({look[:2] for look in looks}) == names  # hollow or not is no difference at a glance
+        assert sum(line.get_linestyle() == "--" for line in marked) == dashed * names
+    plt.close("all")
+
+
+def test_every_axis_of_latency_has_several_numbers(shipped: RateResult) -> None:
+    figure = draw_rate(shipped)
+    figure.draw_without_rendering()
+    for ax in figure.axes[:3]:
+        low, high = ax.get_ylim()
+        shown = [tick for tick in ax.get_yticks() if low <= tick <= high]
+        assert 3 < len(shown) < 13
+    plt.close("all")
 
 
 def test_the_shipped_config_is_a_plan() -> None:

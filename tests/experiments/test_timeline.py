@@ -173,6 +173,18 @@ def test_the_map_has_a_column_a_sample_and_a_row_a_page(lines: dict[str, Timelin
         mpl.pyplot.close(ax.get_figure())
 
 
+def test_a_map_without_evictions_has_no_mark_of_them_and_one_with_them_has(lines: dict[str, Timeline]) -> None:
+    one = next(each for each in lines.values() if each.evictions)
+    for shown, expected in (
+        (one, True),
+        (replace(one, marks=[mark for mark in one.marks if mark not in one.evictions]), False),
+    ):
+        ax = pool_map.pool_map(shown)
+        texts = {text.get_text() for text in ax.get_legend().get_texts()}
+        assert ("evictions" in texts) == bool(ax.get_lines()) == expected
+        mpl.pyplot.close(ax.get_figure())
+
+
 def test_every_sample_can_be_shown_and_told(lines: dict[str, Timeline]) -> None:
     one = lines["vllm"]
     for sample in (0, len(one.sampled) - 1):
