@@ -107,7 +107,7 @@ def findings_table(found: list[Finding], *, whole: bool) -> Table:
     for head in ("claim", "verdict", "when", "claimed", "measured", "predicted"):
         table.add_column(head)
     for finding in found:
-        first = (finding.claim.claim if whole else finding.claim.id, finding.verdict)
+        first: tuple[str, str] = (finding.claim.claim if whole else finding.claim.id, finding.verdict)
         if finding.reason:
             table.add_row(*map(Text, (*first, finding.reason, "", "", "")))
             first = ("", "beside it")

@@ -165,7 +165,7 @@ def paging_cost(result: Result, ax: Axes | None = None) -> Axes:
     ax.axhline(0, color="#666666", linewidth=0.8)
     ax.set_xticks(range(len(points)), points)
     ax.set_ylabel("time [%]")
-    ax.set_xlabel("decode, requests x context")
+    ax.set_xlabel("decode, requests x context, where all four were measured")
     ax.set_title("The cost of paging is four numbers")
     low, high = ax.get_ylim()
     ax.set_ylim(low, high + 0.75 * (high - low))

@@ -234,7 +234,7 @@ def test_the_benchmark_imports_torch_triton_numpy_and_ours_only() -> None:
 def test_a_file_of_another_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"schema_version": 2}')
-    with pytest.raises(ValueError, match="expected schema_version 1"):
+    with pytest.raises(ValueError, match="schema_version: expected 1, found 2"):
         kernel_plots.load_kernels(path)
     path.write_text("{")
     with pytest.raises(ValueError, match="cannot be read"):
