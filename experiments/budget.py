@@ -64,7 +64,8 @@ def parse_bytes(text: str, name: str = "pool", least: int = 1) -> int:
     """
     match = _SIZE.fullmatch(text)
     if match is not None and match.group(2).lower() not in _UNITS:
-        raise ValueError(f"{name}: expected a unit of {', '.join(_NAMES)}, found {match.group(2)!r} in {text!r}")
+        known = ", ".join(_NAMES)
+        raise ValueError(f"{name}: expected a size such as '16 GiB' in a unit of {known}, found {text!r}")
     if match is None:
         others = ", a share such as '10 %' or 'sweep'" if name == "pool" else ""
         raise ValueError(f"{name}: expected a size with a unit such as '16 GiB'{others}, found {text!r}")

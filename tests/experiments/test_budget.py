@@ -79,7 +79,7 @@ def test_sizes_read(text, number):
 
 
 def test_an_unknown_unit_is_told_the_known_ones():
-    with pytest.raises(ValueError, match=r"a unit of B, KiB, .*PiB, .*PB, found 'EiB' in '1 EiB'"):
+    with pytest.raises(ValueError, match=r"a unit of B, KiB, .*PiB, .*PB, found '1 EiB'"):
         parse_bytes("1 EiB")
 
 

@@ -35,7 +35,7 @@ FAULTS = [
     ({"workload": 3}, "workload", "3"),
     ({"pool": {"pool": -1}}, "pool.pool", "-1"),
     ({"pool": {"pool": 1.5}}, "pool.pool", "1.5"),
-    ({"pool": {"pool": "16 apples"}}, "pool.pool", "PiB"),
+    ({"pool": {"pool": "16 apples"}}, "pool.pool", "16 GiB"),
     ({"pool": {"pool": "0 %"}}, "pool.pool", "0 %"),
     ({"pool": {"pool": "101 %"}}, "pool.pool", "101 %"),
     ({"pool": {"pool": ["16 GiB", "nonsense"]}}, "pool.pool", "nonsense"),
