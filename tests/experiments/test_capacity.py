@@ -309,7 +309,7 @@ def test_a_cards_cell_without_a_count_is_refused(tmp_path: Path, missing: str) -
         (["--loads", "poems"], "load: expected one of"),
         (["--designs", "block-7"], "design: expected one of"),
         (["--model", "llama-9"], "llama-9"),
-        (["--memory", "12 bananas"], "memory: expected a unit"),
+        (["--memory", "12 bananas"], "memory: expected a size such as '16 GiB' in a unit of B, KiB"),
         (["--saved", "/nowhere"], "not a finished capacity study"),
         (["--measured", "/nowhere.json"], "cannot be read as capacity results"),
     ],
