@@ -228,3 +228,8 @@ assert plt.get_backend() == "svg", plt.get_backend()
 """
     done = python("import sys\n" + script, str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
+
+
+def test_no_name_of_a_test_case_holds_an_address(request: pytest.FixtureRequest) -> None:
+    # Two processes that share the tests between them would not find the same ones.
+    assert [item.nodeid for item in request.session.items if " at 0x" in item.nodeid] == []
