@@ -105,12 +105,14 @@ def write_measured(path: Path, cells: list[dict[str, Any]], gpu: dict[str, Any])
 
 
 @reads("capacity on a card")
-def read_measured(path: Path) -> dict[str, Any]:
-    """A saved file. Raises ValueError naming it when it is not one."""
+def read_measured(path: Path, predicted: bool = True) -> dict[str, Any]:
+    """A saved file. Raises ValueError naming it when it is not one. `predicted`: whether each cell has to say what was
+    predicted; files of step times have cells that ran bursts of a stated size."""
+    counts = ("measured", "predicted") if predicted else ("measured",)
     try:
         data = read_json(path)
         rows = [
-            (cell["panel"], cell["load"], cell["design"], int(cell["measured"]), int(cell["predicted"]))
+            (cell["panel"], cell["load"], cell["design"], *(int(cell[count]) for count in counts))
             for cell in data["cells"]
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from kvarena.experiments.foreign import MAX_JSON_BYTES
+
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
 
@@ -39,9 +41,17 @@ def reads(*kinds: str) -> Callable[[Callable[Given, Found]], Callable[Given, Fou
 def _other_kind(path: object, kinds: tuple[str, ...]) -> str | None:
     from kvarena.experiments.verify_kinds import KINDS, kind_name
 
-    found = kind_name(Path(path)) if isinstance(path, str | Path) else None
+    if not isinstance(path, str | Path) or _too_long(Path(path)):
+        return None
+    found = kind_name(Path(path))
     if found is None or found in (*kinds, "partial"):  # what is partial says so itself
         return None
     command = next(kind.command for kind in KINDS if kind.name == found)
     by = command if command.startswith(("python", "pytest")) else f"kvarena {command}"
     return f"is a result of another kind, {found} (`{by}`)"
+
+
+def _too_long(path: Path) -> bool:
+    """Whether no reader would take it: what was read of it in vain is still held while an error is looked into."""
+    document = path / "result.json" if path.is_dir() else path
+    return document.is_file() and document.stat().st_size > MAX_JSON_BYTES

@@ -124,7 +124,7 @@ def run_capacity(options: argparse.Namespace) -> dict[str, Any]:
 
 def _card_of(path: Path) -> Card:
     """The card that a saved file's cells were sized for, so that more cells get pools of the same bytes."""
-    gpu = read_measured(path)["gpu"]
+    gpu = read_measured(path, predicted=False)["gpu"]
     return Card(gpu["name"], gpu["total_bytes"], gpu["weights_bytes"], gpu["workspace_bytes"])
 
 
@@ -214,7 +214,7 @@ def merge(folder: Path) -> dict[str, Any]:
 
 def _merge_capacity(path: Path, shards: list[dict[str, Any]]) -> None:
     """Cells of the shards, beside those that the file has and no shard measured again."""
-    saved = read_measured(path) if path.exists() else None
+    saved = read_measured(path, predicted=False) if path.exists() else None
     cells = {_place(cell): cell for part in [saved, *shards] if part for cell in part["cells"]}
     gpu = saved["gpu"] if saved else {**shards[0]["provenance"], **shards[0]["card"]}
     write_measured(path, [cells[place] for place in sorted(cells)], gpu)

@@ -152,7 +152,7 @@ def read_steps(path: Path) -> list[MeasuredStep]:
     can no longer be had again."""
     from kvarena.experiments.capacity_card import read_measured
 
-    data = read_measured(path)
+    data = read_measured(path, predicted=False)
     steps = [step for cell in data["cells"] for step in _cell_steps(path, cell, data["gpu"])]
     if not steps:
         raise ValueError(f"{path}: expected cells with steps, found none")

@@ -105,7 +105,7 @@ def test_a_fault_in_slot_mapping_is_caught(fault: str, tmp_path: Path) -> None:
 
 COPY_FAULTS: dict[str, list[Fault]] = {
     "one copy after the other": [("if s != d and s in targets]", "if False]"), ("if s not in targets]", "if s != d]")],
-    "first layer only": [("return num_pages, self.num_runs, ceil_div", "return num_pages, 1, ceil_div")],
+    "first layer only": [("return self.num_runs, ceil_div", "return 1, ceil_div")],
     "source and target swapped": [
         (
             "tl.store(base + dst * stride + o, tl.load(base + src * stride + o",

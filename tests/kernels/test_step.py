@@ -176,7 +176,7 @@ def test_the_benchmark_calls_run_and_write_what_they_time(monkeypatch: pytest.Mo
         assert torch.equal(step.slots, slots)
         assert torch.equal(step.gathered[0], step.entries[1])  # type: ignore[index]
     calls = list(adapter_cells._device_calls())
-    assert len(calls) == 10
+    assert len(calls) == 14
     for _, call in calls:
         call()
 

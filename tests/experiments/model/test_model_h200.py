@@ -134,7 +134,7 @@ def test_parts_are_kept_and_joined(tmp_path: Path) -> None:
         part: dict[str, Any] = {"provenance": {"torch": "2"}, "card": {"name": "CPU"}, "cells": rows[shard::2]}
         (tmp_path / f"capacity{shard}.json").write_text(json.dumps(part))
     model_h200.main([*arguments, "--merge"])
-    assert read_measured(tmp_path / "capacity.json")["cells"] == rows
+    assert read_measured(tmp_path / "capacity.json", predicted=False)["cells"] == rows
     found = json.loads((tmp_path / "model.json").read_text())["parts"]
     assert [cell["design"] for cell in found["decode"]["cells"]] == ["block, 16", "token, 1", "token, 16"]
     assert all(cell["tokens_per_s"] > 0 for cell in found["decode"]["cells"])
@@ -149,7 +149,7 @@ def test_new_cells_join_a_saved_file_and_are_sized_as_its_own(tmp_path: Path) ->
     part = {"provenance": {"torch": "3"}, "card": {"name": "CPU"}, "cells": new}
     (tmp_path / "capacity0.json").write_text(json.dumps(part))
     model_h200.main(["--device", "cpu", "--out", str(tmp_path), "--merge"])
-    found = read_measured(tmp_path / "capacity.json")
+    found = read_measured(tmp_path / "capacity.json", predicted=False)
     assert found["cells"] == [old[0], new[0], *old[2:], new[1]]
     assert found["gpu"] == gpu
     assert not (tmp_path / "model.json").exists()
