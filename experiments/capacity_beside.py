@@ -12,14 +12,8 @@ from typing import Any
 import pandas as pd
 from kvarena.experiments.budget import format_bytes
 
-CHANGES = (
-    "weights",
-    "workspace",
-    "padding_page",
-    "table",
-    "slot_mapping",
-    "headroom",
-)  # what leaves more or less for KV
+# What leaves more or less for KV.
+CHANGES = ("weights", "workspace", "padding_page", "table", "slot_mapping", "headroom")
 Cells = Iterable[Mapping[str, Any]]
 KEPT = ("panel", "load", "design", "predicted", "measured")
 

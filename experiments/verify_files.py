@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,28 +68,29 @@ def verify_reasons(path: Path, again: bool) -> Verdict:
     frame = read_table(path)
     _expect(path, frame, {"request_id", "num_prompt_tokens", "hit_tokens", *REASONS})
     verdict = Verdict(path, f"reasons, {len(frame)} requests")
-    columns = ["hit_tokens", *REASONS]
     for row in frame.to_dict("records"):
-        told = sum(int(row[name]) for name in columns)
-        problem = f"request {row['request_id']}: reasons and hits are {told} of {row['num_prompt_tokens']} tokens"
-        fine = told == row["num_prompt_tokens"] and all(row[name] >= 0 for name in columns)
-        verdict.check("requests", fine, problem)
+        _covers(verdict, "requests", f"request {row['request_id']}", row, row["num_prompt_tokens"])
     return verdict
+
+
+def _covers(verdict: Verdict, what: str, name: str, row: Mapping[Hashable, Any], prompt_tokens: int) -> None:
+    from kvarena.experiments.ledger import REASONS
+
+    counts = [int(row[column]) for column in ("hit_tokens", *REASONS)]
+    told = sum(counts)
+    fine = told == prompt_tokens and min(counts) >= 0
+    verdict.check(what, fine, f"{name}: reasons and hits are {told} of {prompt_tokens} tokens")
 
 
 def verify_sweep_reasons(path: Path, again: bool) -> Verdict:
     """The same of each cell of a sweep, over all its requests."""
-    from kvarena.experiments.ledger import REASONS
     from kvarena.experiments.study import REASONS_FILE, load_reasons
 
     frame = load_reasons(path / REASONS_FILE if path.is_dir() else path)
     verdict = Verdict(path, f"reasons of a sweep, {len(frame)} cells")
-    columns = ["hit_tokens", *REASONS]
     for row in frame.to_dict("records"):
-        told = sum(int(row[name]) for name in columns)
         name = f"cell {row['cell']}, {row['pool_bytes']} B, {row['allocator']}"
-        fine = told == row["prompt_tokens"] and all(row[column] >= 0 for column in columns)
-        verdict.check("cells", fine, f"{name}: reasons and hits are {told} of {row['prompt_tokens']} tokens")
+        _covers(verdict, "cells", name, row, row["prompt_tokens"])
         share = row["hit_tokens"] / row["prompt_tokens"] if row["prompt_tokens"] else 0.0
         problem = f"{name}: token_hit_rate is {row['token_hit_rate']}, by its tokens {share}"
         verdict.check("numbers", agrees(row["token_hit_rate"], share), problem)

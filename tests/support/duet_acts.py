@@ -16,14 +16,18 @@ from support.slow_facts import SlowGate
 ORDERS = ("lru", "lfu", "fifo", "filo", "mru", "priority", "slru")
 
 
-def random_design(rng: random.Random, kind: str) -> Design:
-    """Every field that the kind honours, drawn."""
-    fields: dict[str, Any] = {
+def _shared_fields(rng: random.Random, kind: str) -> dict[str, Any]:
+    return {
         "kind": kind,
         "page_size": rng.choice([1, 1, 2, 3, 4, 5]),
         "prefix_cache": rng.random() < 0.9,
         "last_token_rule": rng.random() < 0.8,
     }
+
+
+def random_design(rng: random.Random, kind: str) -> Design:
+    """Every field that the kind honours, drawn."""
+    fields = _shared_fields(rng, kind)
     if kind == "token":
         fields |= {
             "eviction_unit": rng.choice(["leaf", "page"]),
@@ -44,12 +48,7 @@ def random_design(rng: random.Random, kind: str) -> Design:
 def random_general(rng: random.Random) -> Design:
     """Fields of either design that the general form carries out with the same pages."""
     kind = rng.choice(["block", "token"])
-    fields: dict[str, Any] = {
-        "kind": kind,
-        "page_size": rng.choice([1, 1, 2, 3, 4, 5]),
-        "prefix_cache": rng.random() < 0.9,
-        "last_token_rule": rng.random() < 0.8,
-    }
+    fields = _shared_fields(rng, kind)
     if kind == "token":
         fields |= {"demand_slack": rng.choice([0, 1, 1, 2]), "eviction_order": rng.choice(ORDERS)}
     return design(fields)
