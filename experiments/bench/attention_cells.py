@@ -12,7 +12,14 @@ from kvarena.experiments.bench.gate import check_rows, oracle, sample_positions
 from kvarena.experiments.bench.peers import Case, Peer
 from kvarena.experiments.bench.recorded import Layout, layout_table, load_layouts
 from kvarena.experiments.bench.runner import Cell, Competition
-from kvarena.experiments.bench.shapes import DECODE_POINTS, EXTEND_SHAPES, POOL_SLOTS, make_starts, make_table
+from kvarena.experiments.bench.shapes import (
+    DECODE_POINTS,
+    EXTEND_SHAPES,
+    POOL_SLOTS,
+    ExtendShape,
+    make_starts,
+    make_table,
+)
 from kvarena.kernels import extend_gluon
 from kvarena.kernels.decode import paged_decode
 from kvarena.kernels.extend import paged_extend
@@ -23,6 +30,7 @@ HEADS = (32, 8)
 PAGES = (1, 16, 64)
 OTHER_PAGES = (2, 4, 8, 32, 128, 256)
 L2_SAFE_BYTES = 400e6  # below this much KV a call, placements rotate, so that L2 never holds what comes next
+AGED_REQUESTS, AGED_NEW = 16, 512  # of a recorded batch, extended: the requests, and the last tokens of each
 POOL_NUMBERS = POOL_SLOTS * 8 * 128
 QUANTISED = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -220,6 +228,34 @@ def extend_competition(
     return Competition(calls, gate, {"flops": flops}, flops / 5e8, pause_s=0.05, graph_us=10_000)
 
 
+def recorded_extend_competition(layout: Layout, placement: str) -> Competition:
+    """Ours by each kind of table: the last tokens of recorded requests over what the pool held of them before."""
+    shape = _recorded_shape(layout)
+    place = layout if placement == "recorded" else layout.placed(placement, POOL_SLOTS)
+    tables = {kind: layout_table(place, kind) for kind in ("block_table", "req_to_token")}
+    k, v = pool_views(layout.page_size)
+    q = torch.randn(sum(shape.new), HEADS[0], 128, device="cuda", dtype=torch.bfloat16)
+    starts = make_starts(shape.new)
+    outs = {f"kvarena-{kind}": torch.empty_like(q) for kind in tables}
+    calls: dict[str, Sequence[Callable[[], object]]] = {}
+    for kind, table in tables.items():
+        out, plan = outs[f"kvarena-{kind}"], extend_gluon.plan_extend(table, starts, q.shape[0], *HEADS)
+        options: dict[str, Any] = {"out": out, "backend": "gluon", "plan": plan}
+        calls[f"kvarena-{kind}"] = [functools.partial(paged_extend, q, k, v, table, starts, **options)]
+    flops = shape.flops(HEADS[0])
+
+    def gate() -> None:
+        ours = {name: found[0] for name, found in calls.items()}
+        _gate((k, v), q, tables["block_table"], shape.new, shape.lens, ours, outs)
+
+    return Competition(calls, gate, {"flops": flops}, flops / 5e8, pause_s=0.05, graph_us=10_000)
+
+
+def _recorded_shape(layout: Layout) -> ExtendShape:
+    new = tuple(min(AGED_NEW, length) for length in layout.lens)
+    return ExtendShape(new, tuple(length - count for length, count in zip(layout.lens, new, strict=True)))
+
+
 def decode_cells(peers: Sequence[Peer], dry: bool) -> Iterator[Cell]:
     """The ten points at each page size and table kind; then placements, layouts, heads, head dims, quantised KV."""
 
@@ -288,8 +324,20 @@ def _recorded_cells(layout: Layout, dry: bool) -> Iterator[Cell]:
         yield Cell({**labels, **place}, functools.partial(recorded_competition, layout, placement, dry))
 
 
+def _recorded_extend_cells(whole: Layout) -> Iterator[Cell]:
+    """What age costs an extend step of the first requests of a recorded batch."""
+    layout = whole.first(AGED_REQUESTS)
+    labels = {"op": "extend", "point": f"{layout.name}:{layout.allocator}", "page": layout.page_size}
+    labels |= {"heads": "32/8", "study": "recorded", "requests": len(layout.lens), "tokens": sum(layout.lens)}
+    labels |= {"new_tokens": sum(_recorded_shape(layout).new), "unique_tokens": layout.unique_tokens}
+    for placement in ("recorded", "shuffled", "in_order"):
+        shown = layout if placement == "recorded" else layout.placed(placement, POOL_SLOTS)
+        place = {"placement": placement, "run_length": round(shown.run_length, 2)}
+        yield Cell({**labels, **place}, functools.partial(recorded_extend_competition, layout, placement))
+
+
 def extend_cells(peers: Sequence[Peer], dry: bool) -> Iterator[Cell]:
-    """Seven shapes and a mixed batch at four page sizes; other head counts; placements; tables."""
+    """Seven shapes and a mixed batch at four page sizes; tables; other head counts; recorded layouts."""
 
     def cell(shape: str, page: int, labels: dict[str, Any] | None = None, **options: Any) -> Cell:
         shown = {"op": "extend", "point": shape, "page": page, "placement": "shuffled", "heads": "32/8"}
@@ -310,3 +358,5 @@ def extend_cells(peers: Sequence[Peer], dry: bool) -> Iterator[Cell]:
             label = {"study": "heads", "heads": f"{heads[0]}/{heads[1]}"}
             use = [peer for peer in peers if peer.name == "fa3"]
             yield cell(shape, 16, label, heads=heads, backends=("gluon",), peers=use)
+    for recorded in _layouts():
+        yield from _recorded_extend_cells(recorded)

@@ -56,6 +56,10 @@ class Layout:
         """The same layout `by` slots further on; by is a multiple of the page size."""
         return Layout(self.name, self.allocator, self.page_size, tuple(row + by for row in self.slots))
 
+    def first(self, count: int) -> Layout:
+        """The first `count` requests of the batch."""
+        return Layout(self.name, self.allocator, self.page_size, self.slots[:count])
+
     @property
     def unique_tokens(self) -> int:
         """Slots that are named at least once: requests that share a prefix name the same ones."""
