@@ -80,10 +80,10 @@ def soak(kind: str, ops: int, first_seed: int) -> Report:
 
 
 def live(kind: str, seed: int, ops: int) -> tuple[int, str]:
-    """One allocator's life: verbs carried out, and what went wrong ("": nothing)."""
-    rng = random.Random(seed)
-    duet = random_duet(rng, kind)
-    acts = RandomActs(duet, rng)
+    """One allocator's life: verbs carried out, and what went wrong ("": nothing). Every second pool is a roomy one."""
+    rng, roomy = random.Random(seed), seed % 2 == 1
+    duet = random_duet(rng, kind, roomy)
+    acts = RandomActs(duet, rng, pages=8 if roomy else 3)
     try:
         for _ in range(ops):
             acts.step()

@@ -54,9 +54,11 @@ def random_general(rng: random.Random) -> Design:
     return design(fields)
 
 
-def random_duet(rng: random.Random, kind: str) -> Duet:
-    """A small pool, a host tier and few rows, all drawn, under a drawn design."""
-    sizes = (rng.choice([rng.randint(1, 8), rng.randint(4, 16)]), rng.randint(0, 6), rng.randint(1, 6))
+def random_duet(rng: random.Random, kind: str, roomy: bool = False) -> Duet:
+    """A small pool, a host tier and few rows, all drawn, under a drawn design. Pools are tight, so that everything runs
+    out; `roomy` ones hold several prompts of many pages, so that prefixes part, meet again and age."""
+    pages = rng.randint(12, 40) if roomy else rng.choice([rng.randint(1, 8), rng.randint(4, 16)])
+    sizes = (pages, rng.randint(0, 6), rng.randint(1, 6))
     if kind in ("token", "block"):
         return Duet(random_design(rng, kind), *sizes)
     if kind == "general":
@@ -83,10 +85,12 @@ def random_gate(rng: random.Random) -> SlowGate:
 
 
 class RandomActs:
-    """Acts on one duet; `step` takes one and verifies all state."""
+    """Acts on one duet; `step` takes one and verifies all state. Prompts have up to `pages` pages and a few tokens, and
+    each token is another than the usual with chance `other`."""
 
-    def __init__(self, duet: Duet, rng: random.Random) -> None:
+    def __init__(self, duet: Duet, rng: random.Random, pages: int = 3, other: float = 0.1) -> None:
         self.duet, self.rng = duet, rng
+        self.pages, self.other = pages, other
         self.weights: dict[Callable[[], None], int] = {
             self._arrive: 6,
             self._reserve: 10,
@@ -112,8 +116,9 @@ class RandomActs:
         return self.rng.randrange(16)
 
     def _tokens(self) -> list[int]:
-        longest = min(3 * self.duet.design.page_size + 4, self.duet.num_pages * self.duet.design.page_size)
-        return [int(self.rng.random() < 0.1) for _ in range(self.rng.randint(1, longest))]
+        size = self.duet.design.page_size
+        longest = min(self.pages * size + 4, self.duet.num_pages * size)
+        return [int(self.rng.random() < self.other) for _ in range(self.rng.randint(1, longest))]
 
     def _prompt(self) -> tuple[list[int], int, int, int]:
         item = self._number() if self.rng.random() < 0.2 else 0

@@ -198,6 +198,21 @@ def test_random_verbs_in_tight_pools_decide_as_the_slow_model(kind, seed, verbs)
     duet.drain()
 
 
+ROOMY = [("token", seed, 600) for seed in range(40)]
+ROOMY += [(kind, seed, 400) for kind in ("block", "general", "contiguous", "exact") for seed in range(10)]
+
+
+@pytest.mark.parametrize(("kind", "seed", "verbs"), ROOMY)
+def test_random_verbs_in_roomy_pools_decide_as_the_slow_model(kind, seed, verbs):
+    """Prompts of many pages stay long enough to part and meet again, so that age, splits and order of eviction count."""
+    rng = random.Random(seed)
+    duet = random_duet(rng, kind, roomy=True)
+    acts = RandomActs(duet, rng, pages=8)
+    for _ in range(verbs):
+        acts.step()
+    duet.drain()
+
+
 @pytest.mark.parametrize("kind", ["token", "block"])
 def test_the_random_verbs_reach_what_they_are_meant_to_reach(kind, monkeypatch):
     """Every answer of every kind is seen: grants and refusals, evictions, duplicates, copies, moves, drops."""
