@@ -204,7 +204,7 @@ ROOMY += [(kind, seed, 400) for kind in ("block", "general", "contiguous", "exac
 
 @pytest.mark.parametrize(("kind", "seed", "verbs"), ROOMY)
 def test_random_verbs_in_roomy_pools_decide_as_the_slow_model(kind, seed, verbs):
-    """Prompts of many pages stay long enough to part and meet again, so that age, splits and order of eviction count."""
+    """Prompts of many pages stay long enough to part and meet again, so that age and splits count."""
     rng = random.Random(seed)
     duet = random_duet(rng, kind, roomy=True)
     acts = RandomActs(duet, rng, pages=8)
