@@ -1,5 +1,5 @@
 """The figure of aged pools: how runs of slots fall apart while a pool is turned over, what is left at the end, and what
-that costs a decode step."""
+that costs a decode and an extend step."""
 
 from __future__ import annotations
 
@@ -78,9 +78,12 @@ def run_distribution(layouts: Mapping[str, tuple[int, list[NDArray[np.int32]]]],
     return ax
 
 
-def decode_costs(path: Path | None = None) -> pd.DataFrame:
-    """What age costs a decode step on the card that was measured: a row an aged layout, table and placement
-    ("recorded": as the aged pool held it, "shuffled": page by page), `percent` over the same lengths in order.
+PARTS = {"decode": "decode", "extend": "rest"}  # op -> the part of the kernel benchmark that measured it
+
+
+def kernel_costs(path: Path | None = None) -> pd.DataFrame:
+    """What age costs a kernel on the card that was measured: a row an op (decode, extend), aged layout, table and
+    placement ("recorded": as the aged pool held it, "shuffled": page by page), `percent` over the same pages in order.
 
     path  kernels.json of a card; default: the checkout's; none there, or without these rows: empty. Raises ValueError
           when it cannot be read
@@ -90,28 +93,35 @@ def decode_costs(path: Path | None = None) -> pd.DataFrame:
     import kvarena
 
     path = path or Path(kvarena.__file__).resolve().parent.parent / "results" / "h200" / "kernels.json"
-    columns = ["allocator", "table", "placement", "percent"]
+    columns = ["op", "allocator", "table", "placement", "percent"]
     if not path.is_file():
         return pd.DataFrame(columns=columns)
     try:
-        rows = [row for row in read_json(path)["parts"]["decode"]["rows"] if row.get("study") == "recorded"]
-        us = {(str(row["point"]), str(row["kernel"]), str(row["placement"])): float(row["us"]) for row in rows}
+        parts = read_json(path)["parts"]
+        found = [row for op, part in PARTS.items() if part in parts for row in _costs_of(op, parts[part]["rows"])]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: cannot be read as kernel times ({error})") from None
-    found = [
-        (point.removeprefix(AGED), kernel.removeprefix("kvarena-"), placement, 100 * (time / base - 1))
-        for (point, kernel, placement), time in us.items()
-        if point.startswith(AGED) and placement != "in_order" and (base := us.get((point, kernel, "in_order")))
-    ]
     return pd.DataFrame(found, columns=columns)
 
 
-def age_cost(costs: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Decode time of an aged and of a shuffled layout over one in order, percent: a pair of bars an allocator, the mean
-    of both page tables, which the whisker spans."""
+def _costs_of(op: str, rows: list[dict[str, Any]]) -> list[tuple[str, str, str, str, float]]:
+    """One op's rows of `kernel_costs`; a layout that was not measured in order has none."""
+    ours = [row for row in rows if row.get("op") == op and row.get("study") == "recorded" and "us" in row]
+    us = {(str(row["point"]), str(row["kernel"]), str(row["placement"])): float(row["us"]) for row in ours}
+    return [
+        (op, point.removeprefix(AGED), kernel.removeprefix("kvarena-"), placement, 100 * (time / base - 1))
+        for (point, kernel, placement), time in us.items()
+        if point.startswith(AGED) and placement != "in_order" and (base := us.get((point, kernel, "in_order")))
+    ]
+
+
+def age_cost(costs: pd.DataFrame, ax: Axes | None = None, op: str = "decode") -> Axes:
+    """Time of `op` on an aged and on a shuffled layout over one in order, percent: a pair of bars an allocator, the
+    mean of both page tables, which the whisker spans."""
     from matplotlib.patches import Patch
 
     ax = ax or _axes()
+    costs = costs[costs["op"] == op]
     names = list(dict.fromkeys(costs["allocator"]))
     for place, (name, look) in enumerate(aged_looks(names).items()):
         for turn, (placement, hatch) in enumerate((("recorded", ""), ("shuffled", "////"))):
@@ -121,16 +131,15 @@ def age_cost(costs: pd.DataFrame, ax: Axes | None = None) -> Axes:
             bar["yerr"] = [[mean - values.min()], [values.max() - mean]]
             ax.bar(place + (turn - 0.5) * 0.36, mean, 0.32, ecolor="#444444", capsize=2, **bar)
     ax.axhline(0, color="#444444", linewidth=0.8)
-    ax.set_xticks(range(len(names)), [name.replace("-", "\n") for name in names])
+    ax.set_xticks(range(len(names)), [name.replace("-", ", page ") for name in names])
     ax.grid(axis="x", visible=False)
-    ax.set_ylabel("decode over slots in order (%)")
-    ax.set_xlabel("pool, page size (tokens)")
-    marks = (("aged", ""), ("shuffled", "////"))
+    ax.set_ylabel(f"{op} over slots in order (%)")
+    marks = (("as the aged pool held them", ""), ("every page at random", "////"))
     keys = [
         Patch(facecolor="#888888", hatch=hatch, edgecolor="white", linewidth=0, label=text) for text, hatch in marks
     ]
-    ax.legend(handles=keys, loc="upper right", fontsize=7, handlelength=1.4)
-    ax.margins(y=0.25)
+    ax.legend(handles=keys, loc="upper right", handlelength=1.4)
+    ax.margins(y=0.3)
     return ax
 
 
@@ -140,20 +149,21 @@ def draw_aged(
     footer: str = "",
     costs: pd.DataFrame | None = None,
 ) -> Figure:
-    """Churn and runs; with `costs` (`decode_costs`) what they cost a kernel too. The caller closes the figure."""
+    """Churn and runs; with `costs` (`kernel_costs`) what they cost each kernel too. The caller closes the figure."""
     import matplotlib as mpl
     import matplotlib.pyplot as plt
     from kvarena.experiments.style import add_footer
 
-    priced = costs is not None and len(costs) > 0
-    small: Any = {"font.size": 7.5, "xtick.labelsize": 7, "ytick.labelsize": 7} if priced else {}
-    with mpl.rc_context({**STYLE, **small}):
-        figure = plt.figure(figsize=(7.0, 3.1 if priced else 3.3), layout="constrained")
-        left, right, *third = figure.subplots(1, 3 if priced else 2)
+    ops = [] if costs is None else list(dict.fromkeys(costs["op"]))
+    with mpl.rc_context(STYLE):
+        figure = plt.figure(figsize=(7.0, 5.8 if ops else 3.3), layout="constrained")
+        top, *below = figure.subfigures(2 if ops else 1, 1, squeeze=False)[:, 0]
+        left, right = top.subplots(1, 2)
         churn(table, left)
         run_distribution(layouts, right)
-        if costs is not None and third:
-            age_cost(costs, third[0])
+        if costs is not None and below:
+            for op, ax in zip(ops, np.ravel(below[0].subplots(1, len(ops), sharey=True)), strict=True):
+                age_cost(costs, ax, op)
         handles, labels = left.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False, handlelength=3)
         if footer:

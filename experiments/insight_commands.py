@@ -174,13 +174,13 @@ def laws(
 
 def _draw(path: Path, table: Any, layouts: Any, *, shipped: bool) -> None:
     """With the measured cost of the layouts, where they are those that were measured."""
-    from kvarena.experiments.aged_plots import decode_costs, draw_aged
+    from kvarena.experiments.aged_plots import draw_aged, kernel_costs
     from kvarena.experiments.outputs import save_one
 
     footer = "chat workload, replies of 400 tokens in the median; simulated clock"
-    costs = decode_costs() if shipped else None
+    costs = kernel_costs() if shipped else None
     if costs is not None and len(costs):
-        footer += "; decode measured on an H200"
+        footer += "; kernels measured on an H200"
     save_one(draw_aged(table, layouts, footer, costs), path)
 
 

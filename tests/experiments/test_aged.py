@@ -106,39 +106,60 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
         aged.load_layouts(tmp_path / "x.parquet")
 
 
-def test_costs_are_percent_over_the_same_lengths_in_order(tmp_path: Path) -> None:
-    def row(point: str, placement: str, us: float, study: str = "recorded") -> dict[str, object]:
-        return {"point": point, "kernel": "kvarena-block_table", "placement": placement, "us": us, "study": study}
+def _timed(op: str, point: str, placement: str, us: float, study: str = "recorded") -> dict[str, object]:
+    row = {"op": op, "point": point, "kernel": "kvarena-block_table", "placement": placement, "study": study}
+    return {**row, "us": us}
 
-    rows = [
-        row("aged:token-1", "in_order", 100.0),
-        row("aged:token-1", "recorded", 101.5),
-        row("aged:token-1", "shuffled", 98.0),
-        row("aged:block-16", "recorded", 7.0),  # nothing in order to hold it against
-        row("toy:token", "in_order", 1.0),
-        row("toy:token", "recorded", 2.0),
-        row("aged:token-1", "recorded", 500.0, study="grid"),
+
+def test_costs_are_percent_over_the_same_pages_in_order(tmp_path: Path) -> None:
+    decode = [
+        _timed("decode", "aged:token-1", "in_order", 100.0),
+        _timed("decode", "aged:token-1", "recorded", 101.5),
+        _timed("decode", "aged:token-1", "shuffled", 98.0),
+        _timed("decode", "aged:block-16", "recorded", 7.0),  # nothing in order to hold it against
+        _timed("decode", "toy:token", "in_order", 1.0),
+        _timed("decode", "toy:token", "recorded", 2.0),
+        _timed("decode", "aged:token-1", "recorded", 500.0, study="grid"),
+        {"op": "decode", "point": "aged:token-1", "study": "recorded", "error": "no time left"},
     ]
-    (tmp_path / "k.json").write_text(json.dumps({"parts": {"decode": {"rows": rows}}}))
-    found = aged_plots.decode_costs(tmp_path / "k.json")
-    assert [(r["allocator"], r["placement"], round(r["percent"], 9)) for r in found.to_dict("records")] == [
-        ("token-1", "recorded", 1.5),
-        ("token-1", "shuffled", -2.0),
+    extend = [
+        _timed("extend", "aged:token-1", "in_order", 1000.0),
+        _timed("extend", "aged:token-1", "recorded", 1001.0),
+        _timed("decode", "aged:token-1", "recorded", 3.0),
     ]
-    assert len(aged_plots.decode_costs(tmp_path / "none.json")) == 0
+    path = tmp_path / "k.json"
+    path.write_text(json.dumps({"parts": {"decode": {"rows": decode}, "rest": {"rows": extend}}}))
+    found = aged_plots.kernel_costs(path)
+    assert [(r["op"], r["allocator"], r["placement"], round(r["percent"], 9)) for r in found.to_dict("records")] == [
+        ("decode", "token-1", "recorded", 1.5),
+        ("decode", "token-1", "shuffled", -2.0),
+        ("extend", "token-1", "recorded", 0.1),
+    ]
+    path.write_text(json.dumps({"parts": {"rest": {"rows": extend}}}))
+    assert list(aged_plots.kernel_costs(path)["op"]) == ["extend"]
+    assert len(aged_plots.kernel_costs(tmp_path / "none.json")) == 0
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(ValueError, match=r"bad\.json: cannot be read as kernel times"):
-        aged_plots.decode_costs(tmp_path / "bad.json")
+        aged_plots.kernel_costs(tmp_path / "bad.json")
 
 
-def test_a_figure_with_costs_has_a_panel_for_them_and_without_none() -> None:
+def test_the_card_that_ships_has_costs_of_both_kernels() -> None:
+    found = aged_plots.kernel_costs()
+    for op in ("decode", "extend"):
+        rows = found[found["op"] == op]
+        assert set(rows["allocator"]) == {"block-16", "token-1", "token-16"}
+        assert set(rows["placement"]) == {"recorded", "shuffled"}
+
+
+def test_a_figure_with_costs_has_a_panel_for_each_kernel_and_without_none() -> None:
     layouts, table = aged.load_layouts(), aged.load_churn()
-    costs = pd.DataFrame(
-        {"allocator": ["token-1"] * 2, "table": ["a", "b"], "placement": "recorded", "percent": [1, 2]}
-    )
-    counts = [len(aged_plots.draw_aged(table, layouts, "", given).axes) for given in (None, costs.iloc[:0], costs)]
+    row = {"allocator": "token-1", "table": "a", "placement": "recorded", "percent": 1.0}
+    one = pd.DataFrame([{"op": "decode", **row}])
+    both = pd.DataFrame([{"op": "decode", **row}, {"op": "extend", **row}])
+    given = (None, one.iloc[:0], one, both)
+    counts = [len(aged_plots.draw_aged(table, layouts, "", costs).get_axes()) for costs in given]
     plt.close("all")
-    assert counts == [2, 2, 3]
+    assert counts == [2, 2, 3, 4]
 
 
 def test_the_command_shows_and_draws_what_ships(tmp_path: Path) -> None:
