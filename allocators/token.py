@@ -18,7 +18,7 @@ Rules: SGLang 0.5.22.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import ClassVar
 
 from kvarena.allocators import token_fork, token_publish
@@ -45,9 +45,9 @@ from kvarena.allocators.interface import (
 from kvarena.allocators.token_batch import TokenDecodeBatch
 from kvarena.allocators.token_check import describe, verify
 from kvarena.allocators.token_keys import TokenKeys
-from kvarena.allocators.token_row import Plan, Row, demand, join, join_own, merge_bound, shared_pages
+from kvarena.allocators.token_row import Plan, Row, demand, join_own, merge_bound, shared_pages
 from kvarena.prefix.eviction import order
-from kvarena.prefix.radix_tree import Node, RadixTree
+from kvarena.prefix.radix_tree import RadixTree
 
 FINISH = Release.FINISH  # an enum's member costs more than the comparison with it
 MAX_ROWS = 4096  # rows of req_to_token, hence live requests (SGLang's own ceiling for its default)
@@ -94,13 +94,15 @@ class TokenAllocator(KVAllocator):
         if not self._free_rows:
             self._refuse(seq, "no free row")
             return None
-        node, page_ids, width = self._find(seq, seq.num_prefill_tokens - self._left_tokens)
+        text, width, namespace = self._text(seq, seq.num_prefill_tokens)
+        whole_pages = self._keys.num_pages(seq, seq.num_prefill_tokens - self._left_tokens) if text else 0
+        node, page_ids = self.tree.match(text, width, namespace, whole_pages)
         self.tree.lock(node)
         if not self._fits(seq, len(page_ids), gate or self.design.gate):
             self.tree.unlock(node)
             self._refuse(seq, "no room")
             return None
-        self._rows[seq.request_id] = Row(seq, self._free_rows.pop(), node, page_ids, width)
+        self._rows[seq.request_id] = Row(seq, self._free_rows.pop(), node, page_ids, width, text)
         seq.num_computed_tokens = hit_tokens = len(page_ids) * self.page_size
         if self.events.enabled and page_ids:
             self.events.add(EventKind.HIT, seq.request_id, page_ids)
@@ -108,7 +110,8 @@ class TokenAllocator(KVAllocator):
 
     def match(self, seq: Sequence) -> Match:
         """How much of all known tokens is cached now; splits and touches like `pin`, holds nothing."""
-        node, page_ids, _ = self._find(seq, seq.num_tokens)
+        text, width, namespace = self._text(seq, seq.num_tokens)
+        node, page_ids = self.tree.match(text, width, namespace, len(text) // width)
         path: list[int] = []
         at = node
         while at.parent is not None:
@@ -141,7 +144,7 @@ class TokenAllocator(KVAllocator):
             at += new
             row.page_ids += page_ids
             row.admitted = True
-            reservations.append(Reservation(row.seq, page_ids, evicted=evicted))
+            reservations.append(Reservation(row.seq, page_ids, (), evicted))
             evicted = ()
             if self.events.enabled and page_ids:
                 self.events.add(EventKind.RESERVE, row.seq.request_id, page_ids)
@@ -164,10 +167,10 @@ class TokenAllocator(KVAllocator):
                     f"request {row.seq.request_id!r}: cannot commit {n} tokens, "
                     f"{len(row.page_ids) * self.page_size} slots are reserved"
                 )
-        group = array("i")
+        group: list[array[int]] = []
         commits = [token_publish.commit(self, row, n, group) for row, n in plan]
         if group:
-            self._free.free(group)
+            self._free.free(join_own(group))
         return commits
 
     def release(self, seqs: Iterable[Sequence], reason: Release) -> Released:
@@ -177,28 +180,32 @@ class TokenAllocator(KVAllocator):
         PREEMPT and ABORT publish nothing, and each sequence's tail is freed by itself (SGLang 0.5.22: a retraction
         drops generated KV; what earlier checkpoints published stays cached).
         """
-        check_reason(reason)
+        if type(reason) is not Release:
+            check_reason(reason)
         rows = [self._touched_row(seq) for seq in seqs]
         if len(rows) > 1:
             refuse_twice(row.seq for row in rows)
-        group: list[array[int]] = []
         freed: list[array[int]] = []
         cached: list[array[int]] = []
-        duplicates = array("i")
+        duplicates: list[array[int]] = []
         for row in rows:
+            start = len(freed)
             if reason is FINISH and row.admitted:
-                given = token_publish.finish(self, row, duplicates)
-                group.append(given)
+                runs, tail = token_publish.finish(self, row)
+                duplicates += runs
+                freed += runs
+                freed.append(tail)
             else:
-                given = row.page_ids[row.protected :]
-                self._free.free(given)
-            freed.append(given)
-            cached += self._drop(row)
+                freed.append(row.page_ids[row.protected :])
+                if reason is not FINISH:
+                    self._free.free(freed[-1])
+            cached.append(self._drop(row))
             if self.events.enabled:
-                self.events.add(EventKind.RELEASE, row.seq.request_id, given, reason.value)
-        if group:
-            self._free.free(join_own(group))
-        return Released(join_own(freed), join(cached), (), duplicates)
+                self.events.add(EventKind.RELEASE, row.seq.request_id, join_own(freed[start:]), reason.value)
+        given = join_own(freed)
+        if reason is FINISH and given:
+            self._free.free(given)
+        return Released(given, join_own(cached), (), join_own(duplicates) if duplicates else ())
 
     def evict(self, num_tokens: int) -> list[int]:
         """Evict leaves until `num_tokens` tokens are free or none can go; nothing while that many are free."""
@@ -293,12 +300,11 @@ class TokenAllocator(KVAllocator):
             row.batch.write_rows()
         return row
 
-    def _find(self, seq: Sequence, num_tokens: int) -> tuple[Node, array[int], int]:
-        """Node and pages of the longest match among the first `num_tokens` tokens, and key bytes a page."""
-        key = self._keys.prefix(seq, num_tokens) if self._prefix_cache else b""
+    def _text(self, seq: Sequence, num_tokens: int) -> tuple[bytes, int, Hashable]:
+        """What the tree compares of the first `num_tokens` tokens: key bytes, bytes a page, namespace."""
+        text = self._keys.prefix(seq, num_tokens) if self._prefix_cache else b""
         namespace, width = self._keys.space(seq)
-        node, page_ids = self.tree.match(key, width, namespace)
-        return node, page_ids, width
+        return text, width, namespace
 
     def _touched_row(self, seq: Sequence) -> Row:
         row = self._rows.get(seq.request_id)
@@ -330,12 +336,12 @@ class TokenAllocator(KVAllocator):
         if self.events.enabled:
             self.events.add(EventKind.REFUSE, seq.request_id, (), reason)
 
-    def _drop(self, row: Row) -> list[array[int]]:
-        """Unlock and give the row back; returns the pages that nobody holds any more, a run a node, in order."""
+    def _drop(self, row: Row) -> array[int]:
+        """Unlock and give the row back; returns the pages of the tree that nobody holds any more, in order."""
         del self._rows[row.seq.request_id]
         self._free_rows.append(row.index)
         row.seq.num_computed_tokens = 0
-        return [node.pages for node in reversed(self.tree.unlock(row.node))]
+        return row.page_ids[row.protected - self.tree.unlock(row.node) : row.protected]
 
     # --- room ---
 

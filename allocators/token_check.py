@@ -59,7 +59,7 @@ def _lock_faults(allocator: TokenAllocator) -> Iterator[str]:
     owners: dict[Node, list[str]] = {}
     for request_id, row in allocator._rows.items():
         owners.setdefault(row.node, []).append(request_id)
-    for node in [*allocator.tree.roots.values(), *allocator.tree.nodes()]:
+    for node in [*allocator.tree.all_roots(), *allocator.tree.nodes()]:
         locked_children = sum(child.locks > 0 for child in node.children.values())
         expected = len(owners.pop(node, ())) + locked_children + (node.parent is None)
         if node.locks != expected:
@@ -108,7 +108,7 @@ def describe(allocator: TokenAllocator, *, full: bool = False) -> str:
         f"free, front first: {show(list(allocator._free) if full else _first(allocator._free))}",
     ]
     lines += [_row_line(row, show) for row in allocator._rows.values()]
-    for root in allocator.tree.roots.values():
+    for root in allocator.tree.all_roots():
         lines.append(f"tree {_named(root.namespace)}:" if root.namespace is not None else "tree:")
         lines += _tree_lines(root, 1, show)
         if not full and len(lines) > SHOWN_NODES:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvarena.allocators import token_publish
 from kvarena.allocators.fork_rules import check_child, check_range, shared_tokens, start_child
 from kvarena.allocators.interface import Commit, EventKind, Fork, PageCopy, Sequence
-from kvarena.allocators.token_row import Row, join
+from kvarena.allocators.token_row import Row, join_own
 
 if TYPE_CHECKING:
     from kvarena.allocators.token import TokenAllocator
@@ -91,8 +91,9 @@ def _fits(allocator: TokenAllocator, child: Sequence, count: int) -> bool:
 
 def _checkpoint(allocator: TokenAllocator, row: Row, computed: int) -> Commit:
     before = row.protected
-    runs, new_from = token_publish.checkpoint(allocator, row, computed)
-    published, duplicates = row.page_ids[new_from : row.protected], join(runs)
+    runs, new = token_publish.checkpoint(allocator, row, computed)
+    new_from = row.protected - len(new)
+    published, duplicates = row.page_ids[new_from : row.protected], join_own(runs)
     if duplicates:
         allocator._free.free(duplicates)
     if allocator.events.enabled:

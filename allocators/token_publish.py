@@ -11,13 +11,13 @@ from array import array
 from typing import TYPE_CHECKING
 
 from kvarena.allocators.interface import Commit, EventKind, PageIds, Sequence
-from kvarena.allocators.token_row import Row, join
+from kvarena.allocators.token_row import Row, join_own
 
 if TYPE_CHECKING:
     from kvarena.allocators.token import TokenAllocator
 
 
-def commit(allocator: TokenAllocator, row: Row, n: int, group: array[int]) -> Commit:
+def commit(allocator: TokenAllocator, row: Row, n: int, group: list[array[int]]) -> Commit:
     """The KV of the row's first n tokens is written; its duplicates join `group` behind the prefill's end."""
     seq = row.seq
     if n > seq.num_computed_tokens:
@@ -26,64 +26,68 @@ def commit(allocator: TokenAllocator, row: Row, n: int, group: array[int]) -> Co
         return Commit(seq)
     prefill, before = seq.num_prefill_tokens, row.protected
     row.prefilled = n >= prefill
-    runs, new_from = checkpoint(allocator, row, prefill if row.prefilled else n)
-    published = row.page_ids[new_from : row.protected]
-    duplicates: PageIds = ()
-    if runs:
-        duplicates = given_up = join(runs)
-        if row.prefilled:
-            group += given_up
-        else:
-            for run in runs:
-                allocator._free.free(run)
+    runs, new = checkpoint(allocator, row, prefill if row.prefilled else n)
+    if row.prefilled:
+        row.text = b""
+        group += runs
+    else:
+        for run in runs:
+            allocator._free.free(run)
+    published = memoryview(new).toreadonly() if new else ()  # no copy: the tree never changes its pages in place
+    duplicates = join_own(runs) if runs else ()
     if allocator.events.enabled:
         note(allocator, seq, published, duplicates)
-    return Commit(seq, published, (), duplicates, duplicates, (before, new_from) if runs else (0, 0))
+    if not runs:
+        return Commit(seq, published)
+    return Commit(seq, published, (), duplicates, duplicates, (before, row.protected - len(new)))
 
 
-def checkpoint(allocator: TokenAllocator, row: Row, num_tokens: int) -> tuple[list[array[int]], int]:
+def checkpoint(allocator: TokenAllocator, row: Row, num_tokens: int) -> tuple[list[array[int]], PageIds]:
     """Publish the whole pages of the first `num_tokens` tokens (SGLang 0.5.22: checkpoint).
 
-    Returns the duplicates, a run a node, and the page from which on the tree had nothing. Starts at the locked
-    node: what lies above it is the tree's and held.
+    Returns the duplicates, a run a node, and the pages that are new to the tree, which end at `row.protected`; they
+    are the tree's own. Starts at the locked node: what lies above it is the tree's and held.
     """
     if not allocator._prefix_cache:
-        return [], row.protected
-    seq, start, old = row.seq, row.protected, row.node
+        return [], ()
+    seq, start, old, tree = row.seq, row.protected, row.node, allocator.tree
     end = allocator._keys.num_pages(seq, num_tokens)
     if end <= start and row.checkpointed:
-        allocator.tree.touch(old)
-        return [], start
+        tree.touch(old)
+        return [], ()
     if end < start:
         end = start
-    key = allocator._keys.key(seq, start, end)
-    row.node, runs, new_from = allocator.tree.insert(old, key, row.width, row.page_ids, start)
+    row.node, runs, new_from = tree.insert(old, _key(allocator, row, start, end), row.width, row.page_ids, start)
     row.protected = end
-    if allocator.tree.order.uses_hits:
-        allocator.tree.count_hit(row.node, until=old if row.checkpointed else None)
+    new = row.node.pages if new_from < end else ()
+    if tree.order.uses_hits:
+        tree.count_hit(row.node, until=old if row.checkpointed else None)
     row.checkpointed = True
     if seq.num_prompt_tokens < num_tokens:
         prompt = seq.num_prompt_tokens // allocator.page_size
-        if 0 < prompt < end and (prompt != start or allocator.tree.order.uses_priority):
-            allocator.tree.border(row.node, end, prompt)
-    return runs, new_from
+        if 0 < prompt < end and (prompt != start or tree.order.uses_priority):
+            tree.border(row.node, end, prompt)
+    return runs, new
 
 
-def finish(allocator: TokenAllocator, row: Row, duplicates: array[int]) -> array[int]:
-    """Publish all that is computed; returns the pages to free: duplicates (noted in `duplicates`), then tail."""
+def _key(allocator: TokenAllocator, row: Row, start: int, end: int) -> bytes:
+    """Key bytes of the row's pages [start, end); of a prefill that found nothing cached the bytes of its match."""
+    last = end * row.width
+    if last <= len(row.text):
+        return row.text[start * row.width : last]
+    return allocator._keys.key(row.seq, start, end)
+
+
+def finish(allocator: TokenAllocator, row: Row) -> tuple[list[array[int]], array[int]]:
+    """Publish all that is computed; returns the pages to free, duplicates (a run a node) and tail."""
     seq = row.seq
     computed = min(seq.num_computed_tokens, seq.num_tokens, len(row.page_ids) * allocator.page_size)
     if computed > seq.num_prefill_tokens:
         allocator._keys.refuse_reserved(seq, seq.num_prefill_tokens)
-    runs, new_from = checkpoint(allocator, row, computed)
-    tail = row.page_ids[row.protected :]
-    given_up = join(runs) if runs else array("i")
+    runs, new = checkpoint(allocator, row, computed)
     if allocator.events.enabled:
-        note(allocator, seq, row.page_ids[new_from : row.protected], given_up)
-    if not runs:
-        return tail
-    duplicates += given_up
-    return given_up + tail
+        note(allocator, seq, new, join_own(runs))
+    return runs, row.page_ids[row.protected :]
 
 
 def note(allocator: TokenAllocator, seq: Sequence, published: PageIds, duplicates: PageIds) -> None:

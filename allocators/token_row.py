@@ -20,6 +20,7 @@ class Row:
     page_ids      array('i'), position order; always the same object
     node          the tree node whose lock it holds; [0, protected) of `page_ids` is the path to it
     width         bytes of the tree's key a page
+    text          the tree's key of the prefill, made when it was matched; b"" once the prefill is checkpointed
     admitted      reserved at least once; a row that is not goes with the first refusal
     prefilled     the checkpoint of the whole prefill has run: what follows is decode
     checkpointed  at least one checkpoint has run
@@ -36,19 +37,21 @@ class Row:
         "prefilled",
         "protected",
         "seq",
+        "text",
         "width",
     )
 
-    def __init__(self, seq: Sequence, index: int, node: Node, page_ids: array[int], width: int) -> None:
+    def __init__(
+        self, seq: Sequence, index: int, node: Node, page_ids: array[int], width: int, text: bytes = b""
+    ) -> None:
         self.seq = seq
         self.index = index
         self.node = node
         self.page_ids = page_ids
         self.width = width
+        self.text = text
         self.protected = len(page_ids)
-        self.admitted = False
-        self.prefilled = False
-        self.checkpointed = False
+        self.admitted = self.prefilled = self.checkpointed = False
         self.batch: TokenDecodeBatch | None = None
 
     @property
@@ -67,7 +70,9 @@ def demand(plan: Plan, page_size: int, slack: int) -> int:
     """
     tokens = 0
     for row, n, new in plan:
-        tokens += max(new, slack) * page_size if row.decoding else n + slack * page_size
+        seq = row.seq
+        decoding = seq.num_computed_tokens >= seq.num_prefill_tokens
+        tokens += max(new, slack) * page_size if decoding else n + slack * page_size
     return -(-tokens // page_size)
 
 
@@ -82,13 +87,8 @@ def merge_bound(plan: Plan, page_size: int, fits: bool) -> int:
     return max(len(decodes), sum(prefills) // page_size + len(prefills) + 1 if prefills else 0)
 
 
-def join(runs: list[array[int]]) -> array[int]:
-    """Page ids of all runs in one array of its own."""
-    return runs[0][:] if len(runs) == 1 else join_own(runs)
-
-
 def join_own(runs: list[array[int]]) -> array[int]:
-    """The same where the runs are the caller's own: a single one is the answer itself."""
+    """Page ids of all runs in one array; a single run, which must be the caller's own, is the answer itself."""
     if len(runs) == 1:
         return runs[0]
     joined = array("i")

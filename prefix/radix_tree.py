@@ -26,7 +26,7 @@ class Node:
     """One edge of the tree and the place where it ends.
 
     edge         tokens of its pages, width bytes each
-    pages        their page ids, array('i')
+    pages        their page ids, array('i'); never changed in place, so whoever is shown them may keep the view
     children     first page's bytes -> child
     locks        own locks + locked children: > 0 means that a live request needs this node. A root starts at 1.
     last_access  clock value of the last match or insert that *ended* here. One that went further is added when the
@@ -103,34 +103,45 @@ class RadixTree:
         self.eviction_unit = eviction_unit
         self.split_touches_suffix = split_touches_suffix
         self.queue: EvictionQueue = queue_for(self.order)
-        self.roots: dict[Hashable, Root] = {}
+        self.default_root = Root(None, 0)  # stays, empty or not
+        self.roots: dict[Hashable, Root] = {}  # of the other namespaces
         self.evictable_pages = 0
         self._clock = 0
+        self._whole_leaves = eviction_unit == "leaf"
         self._requeues = not self.order.only_grows  # a touch can move a candidate forward in the queue
 
     def root(self, namespace: Hashable = None) -> Root:
-        """Root of a namespace, made on first use and dropped with its last content."""
+        """Root of a namespace, made on first use and dropped with its last content (but for the default one)."""
+        if namespace is None:
+            return self.default_root
         found = self.roots.get(namespace)
         if found is None:
             found = self.roots[namespace] = Root(namespace, self._tick())
         return found
 
-    def match(self, key: bytes, width: int, namespace: Hashable = None) -> tuple[Node, array[int]]:
+    def all_roots(self) -> list[Root]:
+        """The roots of all namespaces, the default one first."""
+        return [self.default_root, *self.roots.values()]
+
+    def match(
+        self, key: bytes, width: int, namespace: Hashable = None, num_pages: int | None = None
+    ) -> tuple[Node, array[int]]:
         """Longest cached prefix of `key` in whole pages: the node where it ends, and its page ids in order.
 
-        Splits the edge in which the match ends and marks the node it ends at as accessed, also when the caller
-        then gives up (SGLang 0.5.22). Cost: one dict look-up and one bytes compare a node.
+        Looks at the first `num_pages` pages of the key alone (default: at all of it), which saves a copy. Splits the
+        edge in which the match ends and marks the node it ends at as accessed, also when the caller then gives up
+        (SGLang 0.5.22). Cost: one dict look-up and one bytes compare a node.
         """
-        node: Node = self.roots.get(namespace) or self.root(namespace)
+        node: Node = self.default_root if namespace is None else self.root(namespace)
         pages = array("i")
-        at, stop = 0, len(key)
+        at, stop = 0, len(key) if num_pages is None else num_pages * width
         while at < stop:
             child = node.children.get(key[at : at + width])
             if child is None:
                 break
             edge = child.edge
-            if not key.startswith(edge, at):
-                node = self._split(child, common_pages(edge, key, at, width) * width)
+            if not key.startswith(edge, at, stop):
+                node = self._split(child, common_pages(edge, key, at, width, stop) * width)
                 pages += node.pages
                 break
             node = child
@@ -210,20 +221,20 @@ class RadixTree:
             self.evictable_pages -= len(node.pages)
             node = node.parent
 
-    def unlock(self, node: Node) -> list[Node]:
-        """Undo one `lock` of `node`; returns the nodes that nobody holds any more, deepest first."""
-        let_go: list[Node] = []
-        at = node
+    def unlock(self, node: Node) -> int:
+        """Undo one `lock` of `node`; returns how many pages nobody holds any more: the last ones of the path."""
+        at, let_go = node, 0
         while True:
-            at.locks -= 1
-            if at.locks > 0:
+            at.locks = locks = at.locks - 1
+            if locks:
                 break
-            self.evictable_pages += len(at.pages)
-            let_go.append(at)
+            let_go += len(at.pages)
             at = at.parent
-        if let_go and not node.children:
-            self.queue.offer(node)
-        if at.parent is None and at.locks == 1 and not at.children:
+        if let_go:
+            self.evictable_pages += let_go
+            if not node.children:
+                self.queue.offer(node)
+        if locks == 1 and at.parent is None and not at.children:
             self._drop(at)
         return let_go
 
@@ -238,12 +249,12 @@ class RadixTree:
             leaf = self.queue.pop()
             if leaf is None:
                 break
-            if self.eviction_unit == "leaf" or len(leaf.pages) <= num_pages:
+            if self._whole_leaves or len(leaf.pages) <= num_pages:
                 run = leaf.pages
                 self._remove(leaf)
             else:
                 run = self._trim(leaf, num_pages)
-            if self.eviction_unit == "page":
+            if not self._whole_leaves:
                 run = run[::-1]
             runs.append(run)
             num_pages -= len(run)
@@ -251,13 +262,14 @@ class RadixTree:
 
     def clear(self) -> None:
         """Forget everything; the clock goes on."""
+        self.default_root = Root(None, self._tick())
         self.roots.clear()
         self.queue.clear()
         self.evictable_pages = 0
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents first."""
-        stack: list[Node] = list(self.roots.values())
+        stack: list[Node] = [*self.all_roots()]
         while stack:
             node = stack.pop()
             if node.parent is not None:
@@ -364,25 +376,26 @@ class RadixTree:
         keep = len(leaf.pages) - num_pages
         run = leaf.pages[keep:]
         leaf.edge = leaf.edge[: keep * (len(leaf.edge) // len(leaf.pages))]
-        del leaf.pages[keep:]
+        leaf.pages = leaf.pages[:keep]
         self.evictable_pages -= num_pages
         self.queue.offer(leaf)
         return run
 
     def _drop(self, root: Any) -> None:
         """Forget a namespace that holds nothing and is held by nobody."""
-        del self.roots[root.namespace]
+        if root is not self.default_root:
+            del self.roots[root.namespace]
 
 
-def common_pages(edge: bytes, key: bytes, at: int, width: int) -> int:
-    """Whole pages that `edge` and `key[at:]` share; the first one is known to be equal.
+def common_pages(edge: bytes, key: bytes, at: int, width: int, stop: int | None = None) -> int:
+    """Whole pages that `edge` and `key[at:stop]` share; the first one is known to be equal.
 
     Halves the undecided stretch with bytes compares: cheaper than a vectorised compare at prompt lengths.
 
     >>> common_pages(b"aabbcc", b"..aabbxx", 2, 2)
     2
     """
-    low, high = 1, min(len(edge), len(key) - at) // width
+    low, high = 1, min(len(edge), (len(key) if stop is None else stop) - at) // width
     while low < high:
         middle = (low + high + 1) // 2
         if edge[low * width : middle * width] == key[at + low * width : at + middle * width]:

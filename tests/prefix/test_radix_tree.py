@@ -30,6 +30,15 @@ def store(tree: RadixTree, tokens: tuple[int, ...], ids: tuple[int, ...], namesp
     return node
 
 
+def grow(tree: RadixTree, text: bytes, width: int) -> Node:
+    """Cache pages 1, 2, ... under `text`, held by nobody."""
+    root = tree.root()
+    tree.lock(root)
+    node = tree.insert(root, text, width, pages(*range(1, len(text) // width + 1)))[0]
+    tree.unlock(node)
+    return node
+
+
 def evicted(tree: RadixTree, num_pages: int) -> list[list[int]]:
     runs = [list(run) for run in tree.evict(num_pages)]
     assert list(tree.faults()) == []
@@ -69,6 +78,45 @@ def test_no_match_touches_and_splits_nothing() -> None:
     assert len(list(tree.nodes())) == 1
 
 
+def test_a_match_looks_at_no_more_pages_than_it_is_asked_to() -> None:
+    """At every place in and behind two edges, the part of a page behind the last whole one included."""
+    for width in (WIDTH, 2 * WIDTH):
+        for asked in range(5):
+            cut, whole = RadixTree(), RadixTree()
+            for tree in (cut, whole):
+                grow(tree, key(*range(4), *range(10, 14)), width)
+                tree.match(key(*range(4)), width)
+            text = key(*range(4), *range(10, 15))
+            node, found = cut.match(text, width, None, asked)
+            twin, expected = whole.match(text[: asked * width], width)
+            assert (list(found), node.edge) == (list(expected), twin.edge)
+            assert sorted(each.edge for each in cut.nodes()) == sorted(each.edge for each in whole.nodes())
+
+
+def test_pages_once_shown_stay_as_they_were() -> None:
+    """A caller may keep a view of a node's pages: eviction by the page and splits make new arrays."""
+    tree = RadixTree(eviction_unit="page")
+    node = store(tree, (1, 2, 3, 4), (11, 12, 13, 14))
+    shown = memoryview(node.pages)
+    assert evicted(tree, 1) == [[14]]
+    later = memoryview(node.pages)
+    tree.match(key(1), WIDTH)
+    assert evicted(tree, 1) == [[13]]
+    assert (list(shown), list(later)) == ([11, 12, 13, 14], [11, 12, 13])
+
+
+def test_unlocking_tells_how_much_of_the_path_nobody_holds() -> None:
+    tree = RadixTree()
+    store(tree, (1, 2, 3, 4), (1, 2, 3, 4))
+    upper, lower = tree.match(key(1, 2), WIDTH)[0], tree.match(key(1, 2, 3, 4), WIDTH)[0]
+    tree.lock(upper)
+    tree.lock(lower)
+    assert tree.unlock(lower) == 2
+    tree.lock(lower)
+    assert tree.unlock(upper) == 0
+    assert tree.unlock(lower) == 4
+
+
 def test_inserting_again_gives_up_the_new_pages_node_by_node() -> None:
     tree = RadixTree()
     store(tree, (1, 2, 3, 4), (11, 12, 13, 14))
@@ -91,7 +139,7 @@ def test_an_insert_goes_on_from_a_locked_node() -> None:
     node, _, _ = tree.insert(node, key(3, 4), WIDTH, pages(1, 2, 3, 4), start=2)
     assert list(tree.path_pages(node)) == [1, 2, 3, 4]
     assert tree.evictable_pages == 0
-    assert [list(gone.pages) for gone in tree.unlock(node)] == [[3, 4], [1, 2]]
+    assert tree.unlock(node) == 4
     assert tree.evictable_pages == 4
 
 
@@ -117,9 +165,9 @@ def test_locks_nest_and_survive_splits() -> None:
         tree.match(key(*range(cut)), WIDTH)
         assert tree.evictable_pages == 0
     for _ in range(2):
-        assert tree.unlock(node) == []
+        assert tree.unlock(node) == 0
     assert evicted(tree, 100) == []
-    assert len(tree.unlock(node)) == 4
+    assert tree.unlock(node) == 8
     assert tree.evictable_pages == 8
 
 
@@ -213,6 +261,6 @@ def test_paths_longer_than_the_recursion_limit_work() -> None:
     for at in range(depth):
         node = tree.insert(node, key(at), WIDTH, row, start=at)[0]
     assert len(tree.match(key(*range(depth)), WIDTH)[1]) == depth
-    assert len(tree.unlock(node)) == depth
+    assert tree.unlock(node) == depth
     assert list(tree.faults()) == []
     assert len(evicted(tree, depth)) == depth
