@@ -71,14 +71,13 @@ class _Stack:
 class FreePages:
     """Ids 1..num_pages that nobody owns.
 
-    count      free pages, waiting ones included
-    num_ready  those that can be taken without a merge
-    fifo       the order of page_size 1
+    count  free pages, waiting ones included
+    fifo   the order of page_size 1
 
     Cost of every verb: O(ids moved), plus the sort of a merge.
     """
 
-    __slots__ = ("_fresh", "_returned", "_waiting", "count", "fifo", "need_sort", "num_pages", "num_ready")
+    __slots__ = ("_fresh", "_returned", "_waiting", "count", "fifo", "need_sort", "num_pages")
 
     def __init__(self, num_pages: int, *, fifo: bool, need_sort: bool = False) -> None:
         self.num_pages = num_pages
@@ -90,14 +89,18 @@ class FreePages:
         """All pages free, ascending."""
         self._fresh = 1  # ids from here to num_pages were never taken; they stand where the first list stood
         self._returned: _Queue | _Stack = _Queue() if self.fifo else _Stack()
-        self.count = self.num_ready = self.num_pages
+        self.count = self.num_pages
         self._waiting = array("i")
+
+    @property
+    def num_ready(self) -> int:
+        """Pages that can be taken without a merge."""
+        return self.count - len(self._waiting)
 
     def take(self, n: int) -> array[int]:
         """The first n ids; the caller has tested that n <= count."""
-        if n > self.num_ready:
+        if self._waiting and n > self.num_ready:
             self.merge()
-        self.num_ready -= n
         self.count -= n
         if self._fresh > self.num_pages:
             return self._returned.take(n)
@@ -116,7 +119,6 @@ class FreePages:
             self._waiting += run
         else:
             self._returned.put(run)
-            self.num_ready += len(run)
 
     def free_each(self, run: array[int]) -> None:
         """Give back the pages of a run in order, each in a call of its own."""
@@ -129,7 +131,7 @@ class FreePages:
         merged = array("i", sorted(self))
         self._returned = _Queue() if self.fifo else _Stack()
         self._returned.put(merged)
-        self._fresh, self.num_ready, self._waiting = self.num_pages + 1, len(merged), array("i")
+        self._fresh, self._waiting = self.num_pages + 1, array("i")
 
     def __iter__(self) -> Iterator[int]:
         """All ids in the order in which they would be taken, waiting ones last."""

@@ -80,17 +80,22 @@ def as_token_buffer(tokens: Any) -> array[int]:
         return tokens[:]
     dtype = getattr(tokens, "dtype", None)
     if dtype is not None:
-        if dtype.kind not in "iu" or tokens.ndim != 1:
-            raise ValueError(f"token_ids: expected a 1-d integer array, found {dtype} with shape {tokens.shape}")
-        if dtype.itemsize != 4 or dtype.kind != "i":
-            if tokens.size and not (int(tokens.min()) >= -(2**31) and int(tokens.max()) < 2**31):
-                raise ValueError("token_ids: an id does not fit int32")
-            tokens = tokens.astype("int32")
+        if dtype.char != "i" or tokens.ndim != 1 or not dtype.isnative:
+            tokens = _as_int32(tokens)
         return array("i", tokens.tobytes())
     try:
         return array("i", tokens)
     except (OverflowError, TypeError) as error:
         raise ValueError(f"token_ids: expected integers that fit int32 ({error})") from None
+
+
+def _as_int32(tokens: Any) -> Any:
+    """A NumPy array [n] of another integer type, or of another byte order, as int32."""
+    if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+        raise ValueError(f"token_ids: expected a 1-d integer array, found {tokens.dtype} with shape {tokens.shape}")
+    if tokens.size and not (int(tokens.min()) >= -(2**31) and int(tokens.max()) < 2**31):
+        raise ValueError("token_ids: an id does not fit int32")
+    return tokens.astype("int32")
 
 
 def _check_hashable(request_id: Any, namespace: Any) -> None:
@@ -167,11 +172,11 @@ class Sequence:
         self.page_hashes = None if page_hashes is None else as_token_buffer(page_hashes)
         self.memo: Any = None
         self.num_unnamed_tokens = 0
-        if self.page_hashes is not None:
+        if page_hashes is not None:
             if self.token_ids or num_tokens is None:
                 raise ValueError(f"request {request_id}: page_hashes come with num_tokens and without token_ids")
             self.num_unnamed_tokens = num_tokens
-        known = self.num_tokens
+        known = len(self.token_ids) + self.num_unnamed_tokens
         if known == 0:
             raise ValueError(f"request {request_id}: the prompt is empty; at least one token is needed")
         self.num_prompt_tokens = known if num_prompt_tokens is None else num_prompt_tokens

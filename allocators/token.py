@@ -78,6 +78,7 @@ class TokenAllocator(KVAllocator):
         self._rows: dict[str, Row] = {}
         self._free_rows = list(range(1, num_rows + 1))
         self._keys = TokenKeys(self.page_size)
+        self._gate = design.gate
         self._prefix_cache = design.prefix_cache
         self._left_tokens = int(design.last_token_rule)
         self._slack = design.demand_slack if self.page_size > 1 else 0
@@ -98,7 +99,7 @@ class TokenAllocator(KVAllocator):
         whole_pages = self._keys.num_pages(seq, seq.num_prefill_tokens - self._left_tokens) if text else 0
         node, page_ids = self.tree.match(text, width, namespace, whole_pages)
         self.tree.lock(node)
-        if not self._fits(seq, len(page_ids), gate or self.design.gate):
+        if not self._fits(seq, len(page_ids), gate or self._gate):
             self.tree.unlock(node)
             self._refuse(seq, "no room")
             return None
@@ -182,30 +183,30 @@ class TokenAllocator(KVAllocator):
         """
         if type(reason) is not Release:
             check_reason(reason)
-        rows = [self._touched_row(seq) for seq in seqs]
+        rows = list(map(self._touched_row, seqs))
         if len(rows) > 1:
             refuse_twice(row.seq for row in rows)
         freed: list[array[int]] = []
         cached: list[array[int]] = []
         duplicates: list[array[int]] = []
         for row in rows:
-            start = len(freed)
+            runs: list[array[int]] = []
             if reason is FINISH and row.admitted:
-                runs, tail = token_publish.finish(self, row)
+                runs = token_publish.finish(self, row)
+            given = row.page_ids[row.protected :]
+            if runs:
                 duplicates += runs
-                freed += runs
-                freed.append(tail)
-            else:
-                freed.append(row.page_ids[row.protected :])
-                if reason is not FINISH:
-                    self._free.free(freed[-1])
+                given = join_own([*runs, given])
+            if reason is not FINISH:
+                self._free.free(given)
+            freed.append(given)
             cached.append(self._drop(row))
             if self.events.enabled:
-                self.events.add(EventKind.RELEASE, row.seq.request_id, join_own(freed[start:]), reason.value)
-        given = join_own(freed)
-        if reason is FINISH and given:
-            self._free.free(given)
-        return Released(given, join_own(cached), (), join_own(duplicates) if duplicates else ())
+                self.events.add(EventKind.RELEASE, row.seq.request_id, given, reason.value)
+        group = join_own(freed)
+        if reason is FINISH and group:
+            self._free.free(group)
+        return Released(group, join_own(cached), (), join_own(duplicates) if duplicates else ())
 
     def evict(self, num_tokens: int) -> list[int]:
         """Evict leaves until `num_tokens` tokens are free or none can go; nothing while that many are free."""
@@ -372,10 +373,10 @@ class TokenAllocator(KVAllocator):
         return evicted
 
     def _evict(self, num_pages: int, request_id: str | None) -> PageIds:
-        evicted = array("i")
-        for run in self.tree.evict(num_pages):
+        runs = self.tree.evict(num_pages)
+        for run in runs:
             self._give_back(run)
-            evicted += run
+        evicted = join_own(runs)
         if self.events.enabled and evicted:
             self.events.add(EventKind.EVICT, request_id, evicted, "capacity")
         return evicted

@@ -60,7 +60,8 @@ class TokenKeys:
     def prefix(self, seq: Sequence, num_tokens: int) -> bytes:
         """Key bytes of the whole pages among the first `num_tokens` tokens, at times with those of a part of a page
         behind them; checks all tokens of the sequence."""
-        self.refuse_reserved(seq)
+        if _any_negative(seq.token_ids):
+            self.refuse_reserved(seq)
         if seq.page_hashes is not None or seq.extra_keys:
             return self.key(seq, 0, self.num_pages(seq, num_tokens))
         return seq.token_ids.tobytes()[: num_tokens * TOKEN_BYTES]  # all of it: the same object, no copy

@@ -78,16 +78,18 @@ def _key(allocator: TokenAllocator, row: Row, start: int, end: int) -> bytes:
     return allocator._keys.key(row.seq, start, end)
 
 
-def finish(allocator: TokenAllocator, row: Row) -> tuple[list[array[int]], array[int]]:
-    """Publish all that is computed; returns the pages to free, duplicates (a run a node) and tail."""
+def finish(allocator: TokenAllocator, row: Row) -> list[array[int]]:
+    """Publish all that is computed; returns the duplicates, a run a node. What is left private is the tail."""
     seq = row.seq
-    computed = min(seq.num_computed_tokens, seq.num_tokens, len(row.page_ids) * allocator.page_size)
-    if computed > seq.num_prefill_tokens:
-        allocator._keys.refuse_reserved(seq, seq.num_prefill_tokens)
+    computed = seq.num_computed_tokens
+    if computed > seq.num_prefill_tokens or not row.prefilled:  # else all of it is checkpointed already
+        computed = min(computed, seq.num_tokens, len(row.page_ids) * allocator.page_size)
+        if computed > seq.num_prefill_tokens:
+            allocator._keys.refuse_reserved(seq, seq.num_prefill_tokens)
     runs, new = checkpoint(allocator, row, computed)
     if allocator.events.enabled:
         note(allocator, seq, new, join_own(runs))
-    return runs, row.page_ids[row.protected :]
+    return runs
 
 
 def note(allocator: TokenAllocator, seq: Sequence, published: PageIds, duplicates: PageIds) -> None:

@@ -26,8 +26,9 @@ class Node:
     """One edge of the tree and the place where it ends.
 
     edge         tokens of its pages, width bytes each
+    key          those of the first page, under which its parent files it
     pages        their page ids, array('i'); never changed in place, so whoever is shown them may keep the view
-    children     first page's bytes -> child
+    children     key -> child
     locks        own locks + locked children: > 0 means that a live request needs this node. A root starts at 1.
     last_access  clock value of the last match or insert that *ended* here. One that went further is added when the
                  child in question leaves (`_remove`), which is the first moment at which it can matter.
@@ -39,6 +40,7 @@ class Node:
         "created",
         "edge",
         "hits",
+        "key",
         "last_access",
         "locks",
         "pages",
@@ -48,8 +50,9 @@ class Node:
         "serial",
     )
 
-    def __init__(self, parent: Node | None, edge: bytes, pages: array[int], serial: int) -> None:
+    def __init__(self, parent: Node | None, key: bytes, edge: bytes, pages: array[int], serial: int) -> None:
         self.parent: Any = parent  # a Node; None for a root, whose locks end every walk before it is followed
+        self.key = key
         self.edge = edge
         self.pages = pages
         self.children = _NO_CHILDREN
@@ -64,11 +67,11 @@ class Node:
         """Whether eviction may take this node now."""
         return not self.locks and not self.children and self.parent is not None
 
-    def adopt(self, key: bytes, child: Node) -> None:
-        """Make `child` the child for the page `key`."""
+    def adopt(self, child: Node) -> None:
+        """File `child` under its first page."""
         if self.children is _NO_CHILDREN:
             self.children = {}
-        self.children[key] = child
+        self.children[child.key] = child
 
     def __repr__(self) -> str:
         return f"Node({len(self.pages)} pages, {len(self.children)} children, locks {self.locks})"
@@ -80,7 +83,7 @@ class Root(Node):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: Hashable, serial: int) -> None:
-        super().__init__(None, b"", array("i"), serial)
+        super().__init__(None, b"", b"", array("i"), serial)
         self.namespace = namespace
         self.locks = 1
 
@@ -165,9 +168,10 @@ class RadixTree:
         first, at, here = node, 0, start
         duplicates: list[array[int]] = []
         while at < len(key):
-            child = node.children.get(key[at : at + width])
+            page = key[at : at + width]
+            child = node.children.get(page)
             if child is None:
-                node = self._grow(node, key[at:], width, pages[here : start + len(key) // width])
+                node = self._grow(node, page, key[at:], pages[here : start + len(key) // width])
                 break
             if not key.startswith(child.edge, at):
                 child = self._split(child, common_pages(child.edge, key, at, width) * width)
@@ -245,18 +249,17 @@ class RadixTree:
         the demand; unit "page": tail first. Cost O(log leaves) a leaf.
         """
         runs: list[array[int]] = []
+        whole = self._whole_leaves
         while num_pages > 0:
             leaf = self.queue.pop()
             if leaf is None:
                 break
-            if self._whole_leaves or len(leaf.pages) <= num_pages:
-                run = leaf.pages
+            if whole or len(leaf.pages) <= num_pages:
                 self._remove(leaf)
+                run = leaf.pages
             else:
                 run = self._trim(leaf, num_pages)
-            if not self._whole_leaves:
-                run = run[::-1]
-            runs.append(run)
+            runs.append(run if whole else run[::-1])
             num_pages -= len(run)
         return runs
 
@@ -296,7 +299,7 @@ class RadixTree:
             parent = node.parent
             if not node.pages or len(node.edge) != width * len(node.pages):
                 yield f"{node!r}: an edge of {len(node.edge)} bytes for {len(node.pages)} pages"
-            elif parent.children.get(node.edge[:width]) is not node:
+            elif node.key != node.edge[:width] or parent.children.get(node.key) is not node:
                 yield f"{node!r} is not filed under its first page"
             if any(child.parent is not node for child in node.children.values()):
                 yield f"{node!r}: a child names another parent"
@@ -330,12 +333,9 @@ class RadixTree:
         if node.is_candidate:
             self.queue.offer(node)
 
-    def _grow(self, parent: Node, edge: bytes, width: int, pages: array[int]) -> Node:
-        self._clock += 1
-        leaf = Node(parent, edge, pages, self._clock)
-        if parent.children is _NO_CHILDREN:
-            parent.children = {}
-        parent.children[edge[:width]] = leaf
+    def _grow(self, parent: Node, key: bytes, edge: bytes, pages: array[int]) -> Node:
+        leaf = Node(parent, key, edge, pages, self._tick())
+        parent.adopt(leaf)
         self.evictable_pages += len(pages)
         return leaf
 
@@ -344,20 +344,21 @@ class RadixTree:
         edge, parent = child.edge, child.parent
         size = len(child.pages)
         width = len(edge) // size
-        upper = Node(parent, edge[:cut], child.pages[: cut // width], self._tick())
+        upper = Node(parent, child.key, edge[:cut], child.pages[: cut // width], self._tick())
         upper.created, upper.last_access = child.created, child.last_access
         upper.hits, upper.priority = child.hits, child.priority
         upper.locks = 1 if child.locks else 0
-        parent.children[edge[:width]] = upper
+        parent.adopt(upper)
         child.edge, child.pages, child.parent = edge[cut:], child.pages[cut // width :], upper
-        upper.adopt(child.edge[:width], child)
+        child.key = child.edge[:width]
+        upper.adopt(child)
         if self.split_touches_suffix:
             self.touch(child)
         return upper
 
     def _remove(self, leaf: Node) -> None:
         parent = leaf.parent
-        del parent.children[leaf.edge[: len(leaf.edge) // len(leaf.pages)]]
+        del parent.children[leaf.key]
         leaf.parent = None
         self.evictable_pages -= len(leaf.pages)
         # Whoever accessed the leaf accessed all above it: noted here, once, instead of at every access.
