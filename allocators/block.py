@@ -317,7 +317,7 @@ class BlockAllocator(KVAllocator):
         return row
 
     def reserve_decodes(self, rows: list[Row]) -> list[Reservation] | None:
-        """`reserve` one token for each of these live rows, which a batch has bound."""
+        """`reserve` one token for each of these live rows; `block_decode` knows a shorter way for most steps."""
         work = [self._plan_row(row, row.seq.num_computed_tokens + 1, place) for place, row in enumerate(rows)]
         return self._serve_all(work, [NO_ANSWER] * len(work))
 

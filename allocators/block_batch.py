@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
+from kvarena.allocators import block_decode
 from kvarena.allocators.decode_batch import DecodeBatch, StepReservation
 from kvarena.allocators.interface import Sequence
 
@@ -62,7 +63,7 @@ class BlockDecodeBatch(DecodeBatch):
         if not due:
             return StepReservation(self.seqs, (), array("i"), computed=self._computed)
         served, early = (due, []) if self.allocator.has_open_pages else self._sorted_by_work(due)
-        answers = self.allocator.reserve_decodes([self._rows[member] for member in served]) if served else []
+        answers = block_decode.reserve(self.allocator, [self._rows[member] for member in served]) if served else []
         if answers is None:
             return None
         self._due[self._step] = early

@@ -110,9 +110,21 @@ class HashedPages(PageStore[HashedRow]):
         row.pages += taken
         return array("i", taken), tuple(evicted)
 
+    def take_one(self, row: HashedRow) -> tuple[array[int], tuple[int, ...]]:
+        page = self.free_queue.take_one()
+        self.refs[page] = 1
+        row.pages.append(page)
+        if not (self.evictable and self.index.drop((page,))):
+            return array("i", (page,)), ()
+        self.evictable -= 1
+        return array("i", (page,)), (page,)
+
     def publish(self, row: HashedRow, start: int, end: int) -> tuple[int, ...]:
         chain = _chain_of(row)
         _extend(chain, row.seq, end)
+        if end - start == 1:
+            page = row.pages[start]
+            return (page,) if self.index.publish_one(page, chain, start) else ()
         return tuple(self.index.publish(row.pages[start:end], chain, start))
 
     def unpublish(self, row: HashedRow, start: int) -> tuple[int, ...]:
@@ -151,10 +163,11 @@ class HashedPages(PageStore[HashedRow]):
 
     def _let_go(self, pages: list[int]) -> list[int]:
         """One holder less for each; returns those that nobody holds now."""
-        refs = self.refs
-        idle = [page for page in pages if refs[page] == 1]
-        if len(idle) < len(pages):
-            self._let_go_shared(pages)
+        refs, idle = self.refs, pages
+        if self.shared or self._window is not None:  # else each of them has one holder
+            idle = [page for page in pages if refs[page] == 1]
+            if len(idle) < len(pages):
+                self._let_go_shared(pages)
         for page in idle:
             refs[page] = 0
         return idle

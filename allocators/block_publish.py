@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvarena.allocators.block_rows import Row
-from kvarena.allocators.interface import EventKind, PageIds
+from kvarena.allocators.interface import EventKind, PageIds, Sequence
 
 if TYPE_CHECKING:
     from kvarena.allocators.block import BlockAllocator
@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 def publish(allocator: BlockAllocator, row: Row, end: int) -> PageIds:
     """Offer the full pages of tokens [0, end) that are known to the cache; returns the duplicates among them."""
     seq = row.seq
-    full = min(end, seq.num_tokens) // allocator.page_size
-    if seq.page_hashes is not None:
-        full = min(full, len(seq.page_hashes))
+    full = num_full(seq, end, allocator.page_size)
     start = row.published
     if allocator._open and (shared := first_open(allocator, row)) is not None:
         full = min(full, shared)
@@ -33,6 +31,13 @@ def publish(allocator: BlockAllocator, row: Row, end: int) -> PageIds:
         )
     row.published = full
     return duplicates
+
+
+def num_full(seq: Sequence, end: int, page_size: int) -> int:
+    """Full pages of tokens [0, end) whose text is known."""
+    known = seq.num_tokens
+    full = (end if end < known else known) // page_size
+    return full if seq.page_hashes is None else min(full, len(seq.page_hashes))
 
 
 def first_open(allocator: BlockAllocator, row: Row) -> int | None:
@@ -58,7 +63,9 @@ def settled(allocator: BlockAllocator, row: Row) -> int:
     if allocator._window is not None:
         return 0
     num_pages, size = len(row.pages), allocator.page_size
-    return (row.published + 1) * size - 1 if row.publishes and row.published < num_pages else num_pages * size
+    named = row.seq.page_hashes
+    publishes = row.publishes and (named is None or row.published < len(named))
+    return (row.published + 1) * size - 1 if publishes and row.published < num_pages else num_pages * size
 
 
 def unpublish(allocator: BlockAllocator, row: Row) -> PageIds:

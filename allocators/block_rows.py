@@ -134,6 +134,10 @@ class PageStore(ABC, Generic[RowT]):
         """Give the first `count` pages of the queue to `row`: (pages, those whose content went), in order."""
 
     @abstractmethod
+    def take_one(self, row: RowT) -> tuple[array[int], PageIds]:
+        """`take` for one page, as decode steps ask for it."""
+
+    @abstractmethod
     def publish(self, row: RowT, start: int, end: int) -> PageIds:
         """Let the pages at positions [start, end) serve their text; returns the duplicates among them."""
 

@@ -139,6 +139,13 @@ class PageRuns(PageStore[RunRow]):
         row.pages += taken
         return taken, evicted
 
+    def take_one(self, row: RunRow) -> tuple[array[int], PageIds]:
+        if not self.stack:
+            return self.take(row, 1)
+        page = self.stack.pop()
+        row.pages.append(page)
+        return array("i", (page,)), ()
+
     def publish(self, row: RunRow, start: int, end: int) -> array[int]:
         node, pages, text = _node_of(row), row.pages[start:end], _text_between(row, start, end)
         if row.parts and not row.extras:

@@ -53,6 +53,15 @@ class FreeQueue:
         self.num_pages -= count
         return pages
 
+    def take_one(self) -> int:
+        """`take(1)`, as decode steps ask for it: the page itself."""
+        following = self._next
+        page = following[END]
+        following[END] = head = following[page]
+        self._previous[head] = END
+        self.num_pages -= 1
+        return page
+
     def remove(self, pages: Sequence[int]) -> None:
         """Unlink pages that stand anywhere in the queue."""
         following, previous = self._next, self._previous

@@ -63,16 +63,17 @@ class PageChain:
 
     def extend(self, token_ids: array[int], num_pages: int) -> None:
         """Add keys until `num_pages` whole pages have one. `token_ids` must hold that many pages."""
-        index, known = self.index, len(self.keys)
-        if known < num_pages and self.text.raw is not None:
-            new = token_ids[known * index.page_size : num_pages * index.page_size].tobytes()
-            if known:
-                above = self.keys[-1]
-                self.text.raw += new
-            else:
-                above = index.page_hash.root(self.text.scope)
-                self.text.raw = bytearray(new)  # of this very size; one that grew has room to spare
-            self.keys += self.text.keys(index.page_hash, new, index.page_bytes, known, above)
+        index, text, known = self.index, self.text, len(self.keys)
+        if known >= num_pages or text.raw is None:
+            return
+        new = token_ids[known * index.page_size : num_pages * index.page_size].tobytes()
+        if known:
+            above = self.keys[-1]
+            text.raw += new
+        else:
+            above = index.page_hash.root(text.scope)
+            text.raw = bytearray(new)  # of this very size; one that grew has room to spare
+        self.keys += text.keys(index.page_hash, new, index.page_bytes, known, above)
 
     def extend_given(self, ids: array[int], num_pages: int) -> None:
         """As `extend`, with prefix-chained ids that a trace gave in place of hashes."""
@@ -145,11 +146,13 @@ class HashChainIndex:
     def _confirmed(self, text: PageText, pages: list[int]) -> bool:
         """Do these pages hold this text, each at its place? One byte compare, or one for each source they come
         from."""
-        count, last = len(pages), pages[-1:]
+        count = len(pages)
+        if not count:
+            return True
         if self.gapless and not self._collided and text.raw is not None:
-            return all(self._holds(page, text, count - 1) for page in last)
-        if count < 2:
-            return all(self._holds(page, text, 0) for page in last)
+            return self._holds(pages[-1], text, count - 1)
+        if count == 1:
+            return self._holds(pages[0], text, 0)
         held_by, numbers = itemgetter(*pages), self._counted(count)[:count]
         if held_by(self._positions) != numbers:
             return False
@@ -206,7 +209,7 @@ class HashChainIndex:
         A page that already has its key stays where it is in the order. Raises ValueError when it has another one.
         """
         own_keys, texts, positions, text = self.keys, self._texts, self._positions, chain.text
-        serving, end = self._first.setdefault, start + len(pages)
+        first, end = self._first, start + len(pages)
         duplicates: list[int] = []
         for page, key, position in zip(pages, chain.keys[start:end], self._counted(end)[start:end], strict=True):
             if own_keys[page] is not None:
@@ -215,9 +218,25 @@ class HashChainIndex:
             own_keys[page] = key
             texts[page] = text
             positions[page] = position
-            if serving(key, page) != page and self._add_later(key, page):
+            if key not in first:
+                first[key] = page
+            elif self._add_later(key, page):
                 duplicates.append(page)
         return duplicates
+
+    def publish_one(self, page: int, chain: PageChain, position: int) -> bool:
+        """`publish` for one page, as decode steps ask for it: is it a duplicate?"""
+        key = chain.keys[position]
+        if self.keys[page] is not None:
+            self._expect_key(page, key)
+            return False
+        self.keys[page] = key
+        self._texts[page] = chain.text
+        self._positions[page] = self._counted(position + 1)[position]
+        if key not in self._first:
+            self._first[key] = page
+            return False
+        return self._add_later(key, page)
 
     def _expect_key(self, page: int, key: Key) -> None:
         if self.keys[page] != key:

@@ -10,10 +10,10 @@ from kvarena.allocators.interface import EventKind, KVAllocator, Release, Sequen
 from kvarena.allocators.token_batch import MOST_COLUMNS
 
 
-def make(num_pages: int, **fields: Any) -> KVAllocator:
+def make(num_pages: int, *, events: bool = True, **fields: Any) -> KVAllocator:
     allocator = make_allocator({"kind": "token", **fields}, num_pages=num_pages)
     assert type(allocator.decode_batch([])) is not DecodeBatch  # a batch of its own is what is tested
-    allocator.events.enabled = True
+    allocator.events.enabled = events
     return allocator
 
 
@@ -137,6 +137,12 @@ class Twin:
         {"kind": "block", "page_size": 16, "num_pages": 24, "form": "hashed"},
         {"kind": "block", "page_size": 4, "num_pages": 60, "sliding_window": 9},
         {"kind": "block", "page_size": 4, "num_pages": 60, "prefix_cache": False},
+        *(
+            {"kind": "block", "page_size": size, "num_pages": num_pages, "form": form, "events": False}
+            for form in ("hashed", "runs")
+            for size, num_pages in ((1, 200), (4, 60), (16, 24))
+        ),
+        {"kind": "block", "page_size": 4, "num_pages": 60, "sliding_window": 9, "events": False},
     ],
     ids=str,
 )
@@ -173,6 +179,58 @@ def test_a_step_without_room_takes_nothing_and_says_so(kind: str, refusals: int)
     assert alone.reserve() is not None
     alone.commit()
     assert seqs[1].num_computed_tokens == 5
+    allocator.check()
+
+
+@pytest.mark.parametrize("form", ["hashed", "runs"])
+@pytest.mark.parametrize("events", [True, False])
+def test_a_step_publishes_and_evicts_member_by_member(form: str, events: bool) -> None:
+    """a fills page 3 while page 2 still serves the same text, and then b takes page 2."""
+    for own in (True, False):
+        allocator = make(4, page_size=2, kind="block", form=form, events=events)
+        old = Sequence("old", [7, 1, 7, 2])
+        prefill(allocator, old)
+        allocator.release([old], Release.FINISH)
+        seqs = [Sequence("a", [7, 1, 7]), Sequence("b", [8, 9])]
+        for seq in seqs:
+            prefill(allocator, seq)
+        batch = allocator.decode_batch(seqs) if own else DecodeBatch(allocator, seqs)
+        seqs[0].append(2)
+        assert outcome(batch.reserve()) == [([], [], [3], (0, 0)), ([2], [2], [], (0, 0))]
+        assert allocator.capacity().duplicates == 0
+        allocator.check()
+
+
+@pytest.mark.parametrize("form", ["hashed", "runs"])
+def test_a_step_behind_a_length_that_was_raised_without_slots_takes_all_that_is_missing(form: str) -> None:
+    outcomes = []
+    for own in (True, False):
+        allocator = make(8, page_size=4, kind="block", form=form, events=False)
+        seq = Sequence("a", range(4))
+        prefill(allocator, seq)
+        for token in range(9):
+            seq.append(token)
+        seq.num_computed_tokens = 12
+        batch = allocator.decode_batch([seq]) if own else DecodeBatch(allocator, [seq])
+        outcomes.append(outcome(batch.reserve()))
+    assert outcomes[0] == outcomes[1] == [([2, 3, 4], [], [], (0, 0))]
+
+
+@pytest.mark.parametrize("form", ["hashed", "runs"])
+def test_steps_of_a_trace_that_names_its_pages_find_work_only_where_a_page_is_full(form: str) -> None:
+    """The reply has no names, so nothing of it is ever published."""
+    allocator = make(8, page_size=4, kind="block", form=form, events=False)
+    seq = Sequence("a", page_hashes=[1, 2], num_tokens=8)
+    prefill(allocator, seq)
+    batch = allocator.decode_batch([seq])
+    served = []
+    for _ in range(9):
+        seq.append(0)
+        step = batch.reserve()
+        assert step is not None
+        served.append(list(step.answers))
+        batch.commit()
+    assert served == [[0], [], [], [], [0], [], [], [], [0]]
     allocator.check()
 
 
