@@ -162,14 +162,14 @@ class TokenAllocator(KVAllocator):
             row = self._touched_row(seq)
             if type(n) is not int:
                 n = whole(n, f"request {seq.request_id!r}: tokens to commit")
+            slots = len(row.page_ids) * self.page_size
+            if not 0 <= n <= slots:
+                raise ValueError(f"request {seq.request_id!r}: cannot commit {n} tokens, {slots} slots are reserved")
             plan.append((row, n))
-            if not 0 <= n <= len(row.page_ids) * self.page_size:
-                raise ValueError(
-                    f"request {row.seq.request_id!r}: cannot commit {n} tokens, "
-                    f"{len(row.page_ids) * self.page_size} slots are reserved"
-                )
         group: list[array[int]] = []
-        commits = [token_publish.commit(self, row, n, group) for row, n in plan]
+        commits = []
+        for row, n in plan:
+            commits.append(token_publish.commit(self, row, n, group))  # a comprehension costs a call here
         if group:
             self._free.free(join_own(group))
         return commits

@@ -57,7 +57,12 @@ def checkpoint(allocator: TokenAllocator, row: Row, num_tokens: int) -> tuple[li
         return [], ()
     if end < start:
         end = start
-    row.node, runs, new_from = tree.insert(old, _key(allocator, row, start, end), row.width, row.page_ids, start)
+    width, text = row.width, row.text
+    if end * width <= len(text):
+        key = text[start * width : end * width]  # all of it where nothing was cached: the same object, no copy
+    else:
+        key = allocator._keys.key(seq, start, end)
+    row.node, runs, new_from = tree.insert(old, key, width, row.page_ids, start)
     row.protected = end
     new = row.node.pages if new_from < end else ()
     if tree.order.uses_hits:
@@ -68,14 +73,6 @@ def checkpoint(allocator: TokenAllocator, row: Row, num_tokens: int) -> tuple[li
         if 0 < prompt < end and (prompt != start or tree.order.uses_priority):
             tree.border(row.node, end, prompt)
     return runs, new
-
-
-def _key(allocator: TokenAllocator, row: Row, start: int, end: int) -> bytes:
-    """Key bytes of the row's pages [start, end); of a prefill that found nothing cached the bytes of its match."""
-    last = end * row.width
-    if last <= len(row.text):
-        return row.text[start * row.width : last]
-    return allocator._keys.key(row.seq, start, end)
 
 
 def finish(allocator: TokenAllocator, row: Row) -> list[array[int]]:

@@ -143,13 +143,14 @@ class RadixTree:
             if child is None:
                 break
             edge = child.edge
-            if not key.startswith(edge, at, stop):
+            end = at + len(edge)
+            if end > stop or not key.startswith(edge, at):
                 node = self._split(child, common_pages(edge, key, at, width, stop) * width)
                 pages += node.pages
                 break
             node = child
             pages += node.pages
-            at += len(edge)
+            at = end
         self._clock = node.last_access = self._clock + 1
         if self._requeues:
             self._requeue(node)
@@ -334,7 +335,8 @@ class RadixTree:
             self.queue.offer(node)
 
     def _grow(self, parent: Node, key: bytes, edge: bytes, pages: array[int]) -> Node:
-        leaf = Node(parent, key, edge, pages, self._tick())
+        self._clock = now = self._clock + 1
+        leaf = Node(parent, key, edge, pages, now)
         parent.adopt(leaf)
         self.evictable_pages += len(pages)
         return leaf
