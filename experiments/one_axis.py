@@ -7,7 +7,8 @@
     host time     CPU time of the allocator for each request, median over rounds; this machine's
 
 The best page size of a workload is that of the least time a request: prefill of the tokens that were not served (by the
-step-time model), and the allocator's time. It leaves out the kernel, which is not measured at every size.
+step-time model), and the allocator's time. It leaves out the kernel: its time is that of a batch of 64 requests,
+and moves by 2 % over all sizes.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def axis(rows: pd.DataFrame, column: str, ax: Axes, kernels: Mapping[str, Mappin
             y = (part[column] * (100 if column == "token_hit_rate" else 1)).tolist()
         style: dict[str, Any] = {"marker": look.marker, "markerfacecolor": look.face, "linestyle": look.dashes}
         style["markersize"] = 4 if offset else 6.5  # so that the one below shows where both agree
-        if column == "kernel":
+        if column == "kernel" and len(x) < len(pages):
             style["linestyle"] = "none"  # what lies between was not measured
         ax.plot(x, y, color=look.colour, label=look.label, **style)
     ax.set_xscale("log", base=2)
