@@ -169,19 +169,22 @@ class Sequence:
         self.token_ids = as_token_buffer(token_ids)
         self.namespace = namespace
         self.extra_keys = tuple(map(tuple, extra_keys)) if extra_keys != () else ()
-        self.page_hashes = None if page_hashes is None else as_token_buffer(page_hashes)
+        self.page_hashes: array[int] | None = None
         self.memo: Any = None
         self.num_unnamed_tokens = 0
         if page_hashes is not None:
+            self.page_hashes = as_token_buffer(page_hashes)
             if self.token_ids or num_tokens is None:
                 raise ValueError(f"request {request_id}: page_hashes come with num_tokens and without token_ids")
             self.num_unnamed_tokens = num_tokens
         known = len(self.token_ids) + self.num_unnamed_tokens
         if known == 0:
             raise ValueError(f"request {request_id}: the prompt is empty; at least one token is needed")
-        self.num_prompt_tokens = known if num_prompt_tokens is None else num_prompt_tokens
-        if not 0 < self.num_prompt_tokens <= known:
+        if num_prompt_tokens is None:
+            num_prompt_tokens = known
+        elif not 0 < num_prompt_tokens <= known:
             raise ValueError(f"request {request_id}: num_prompt_tokens is {num_prompt_tokens}, expected 1..{known}")
+        self.num_prompt_tokens = num_prompt_tokens
         self.num_prefill_tokens = known
         self.num_computed_tokens = 0
 

@@ -138,11 +138,11 @@ class TokenAllocator(KVAllocator):
         if total > self._free.count:
             self._refuse_all(plan)
             return None
-        taken, at = self._free.take(total), 0
+        taken, start = self._free.take(total), 0
         reservations = []
         for row, _, new in plan:
-            page_ids = taken[at : at + new] if new < total else taken
-            at += new
+            page_ids = taken[start : start + new] if new < total else taken
+            start += new
             row.page_ids += page_ids
             row.admitted = True
             reservations.append(Reservation(row.seq, page_ids, (), evicted))
@@ -183,28 +183,26 @@ class TokenAllocator(KVAllocator):
         """
         if type(reason) is not Release:
             check_reason(reason)
-        rows = list(map(self._touched_row, seqs))
+        rows, finished = list(map(self._touched_row, seqs)), reason is FINISH
         if len(rows) > 1:
-            refuse_twice(row.seq for row in rows)
+            self._check_group(rows, finished)
         freed: list[array[int]] = []
         cached: list[array[int]] = []
         duplicates: list[array[int]] = []
         for row in rows:
-            runs: list[array[int]] = []
-            if reason is FINISH and row.admitted:
-                runs = token_publish.finish(self, row)
+            runs = token_publish.finish(self, row) if finished and row.admitted else None
             given = row.page_ids[row.protected :]
             if runs:
                 duplicates += runs
                 given = join_own([*runs, given])
-            if reason is not FINISH:
+            if not finished:
                 self._free.free(given)
             freed.append(given)
             cached.append(self._drop(row))
             if self.events.enabled:
                 self.events.add(EventKind.RELEASE, row.seq.request_id, given, reason.value)
         group = join_own(freed)
-        if reason is FINISH and group:
+        if finished and group:
             self._free.free(group)
         return Released(group, join_own(cached), (), join_own(duplicates) if duplicates else ())
 
@@ -306,6 +304,13 @@ class TokenAllocator(KVAllocator):
         text = self._keys.prefix(seq, num_tokens) if self._prefix_cache else b""
         namespace, width = self._keys.space(seq)
         return text, width, namespace
+
+    def _check_group(self, rows: list[Row], finished: bool) -> None:
+        """Raise what a release of several sequences has to refuse before it gives the first of them back."""
+        refuse_twice(row.seq for row in rows)
+        if finished:
+            for row in rows:
+                token_publish.nameable(self, row)
 
     def _touched_row(self, seq: Sequence) -> Row:
         row = self._rows.get(seq.request_id)

@@ -25,16 +25,19 @@ def commit(allocator: TokenAllocator, row: Row, n: int, group: list[array[int]])
     if row.prefilled:
         return Commit(seq)
     prefill, before = seq.num_prefill_tokens, row.protected
-    row.prefilled = n >= prefill
-    runs, new = checkpoint(allocator, row, prefill if row.prefilled else n)
-    if row.prefilled:
+    row.prefilled = done = n >= prefill
+    runs, new = checkpoint(allocator, row, prefill if done else n)
+    if done:
         row.text = b""
-        group += runs
-    else:
-        for run in runs:
-            allocator._free.free(run)
     published = memoryview(new).toreadonly() if new else ()  # no copy: the tree never changes its pages in place
-    duplicates = join_own(runs) if runs else ()
+    duplicates: PageIds = ()
+    if runs:
+        duplicates = join_own(runs)
+        if done:
+            group += runs
+        else:
+            for run in runs:
+                allocator._free.free(run)
     if allocator.events.enabled:
         note(allocator, seq, published, duplicates)
     if not runs:
@@ -65,28 +68,34 @@ def checkpoint(allocator: TokenAllocator, row: Row, num_tokens: int) -> tuple[li
     row.node, runs, new_from = tree.insert(old, key, width, row.page_ids, start)
     row.protected = end
     new = row.node.pages if new_from < end else ()
-    if tree.order.uses_hits:
+    if tree.uses_hits:
         tree.count_hit(row.node, until=old if row.checkpointed else None)
     row.checkpointed = True
     if seq.num_prompt_tokens < num_tokens:
         prompt = seq.num_prompt_tokens // allocator.page_size
-        if 0 < prompt < end and (prompt != start or tree.order.uses_priority):
+        if 0 < prompt < end and (prompt != start or tree.uses_priority):
             tree.border(row.node, end, prompt)
     return runs, new
 
 
 def finish(allocator: TokenAllocator, row: Row) -> list[array[int]]:
     """Publish all that is computed; returns the duplicates, a run a node. What is left private is the tail."""
-    seq = row.seq
-    computed = seq.num_computed_tokens
-    if computed > seq.num_prefill_tokens or not row.prefilled:  # else all of it is checkpointed already
-        computed = min(computed, seq.num_tokens, len(row.page_ids) * allocator.page_size)
-        if computed > seq.num_prefill_tokens:
-            allocator._keys.refuse_reserved(seq, seq.num_prefill_tokens)
-    runs, new = checkpoint(allocator, row, computed)
+    runs, new = checkpoint(allocator, row, nameable(allocator, row))
     if allocator.events.enabled:
-        note(allocator, seq, new, join_own(runs))
+        note(allocator, row.seq, new, join_own(runs))
     return runs
+
+
+def nameable(allocator: TokenAllocator, row: Row) -> int:
+    """Computed tokens that are known, hence can be published. ValueError for a generated one in the reserved range."""
+    seq = row.seq
+    computed, prefill = seq.num_computed_tokens, seq.num_prefill_tokens
+    if computed <= prefill and row.prefilled:
+        return computed  # checked when it was matched
+    computed = min(computed, seq.num_tokens, len(row.page_ids) * allocator.page_size)
+    if computed > prefill:
+        allocator._keys.refuse_reserved(seq, prefill)
+    return computed
 
 
 def note(allocator: TokenAllocator, seq: Sequence, published: PageIds, duplicates: PageIds) -> None:

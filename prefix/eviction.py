@@ -168,9 +168,9 @@ class RecencyQueue(Generic[Leaf]):
     __slots__ = ("_ages", "_oldest", "_oldest_span", "_spans")
 
     def __init__(self) -> None:
-        self._oldest: list[tuple[int, int, Leaf]] = []  # newest first, so that the next one is popped off the end
+        self._oldest: list[tuple[int, Leaf]] = []  # newest first, so that the next one is popped off the end
         self._oldest_span = -1
-        self._spans: dict[int, list[tuple[int, int, Leaf]]] = {}  # the others, unsorted
+        self._spans: dict[int, list[tuple[int, Leaf]]] = {}  # the others, unsorted
         self._ages: list[int] = []  # heap of their numbers
 
     def offer(self, node: Leaf) -> None:
@@ -183,7 +183,7 @@ class RecencyQueue(Generic[Leaf]):
         while True:
             oldest = self._oldest
             while oldest:
-                key, _, node = oldest.pop()
+                key, node = oldest.pop()
                 if node.locks or node.children:
                     node.queued = None
                 elif node.last_access == key:
@@ -210,11 +210,11 @@ class RecencyQueue(Generic[Leaf]):
 
     def entries(self) -> Iterator[tuple[int, Leaf]]:
         """Key and node of all entries, outdated ones included, for `check()`."""
-        return ((key, node) for span in (self._oldest, *self._spans.values()) for key, _, node in span)
+        return (entry for span in (self._oldest, *self._spans.values()) for entry in span)
 
     def _put(self, node: Leaf) -> None:
         key = node.queued = node.last_access
-        span, entry = key // SPAN, (key, node.serial, node)
+        span, entry = key // SPAN, (key, node)
         if span in self._spans:
             self._spans[span].append(entry)
         elif span <= self._oldest_span:
@@ -224,7 +224,7 @@ class RecencyQueue(Generic[Leaf]):
             heapq.heappush(self._ages, span)
 
 
-def _age(entry: tuple[int, int, Any]) -> int:
+def _age(entry: tuple[int, Any]) -> int:
     return -entry[0]
 
 

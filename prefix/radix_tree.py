@@ -111,6 +111,7 @@ class RadixTree:
         self.evictable_pages = 0
         self._clock = 0
         self._whole_leaves = eviction_unit == "leaf"
+        self.uses_hits, self.uses_priority = self.order.uses_hits, self.order.uses_priority
         self._requeues = not self.order.only_grows  # a touch can move a candidate forward in the queue
 
     def root(self, namespace: Hashable = None) -> Root:
@@ -172,7 +173,6 @@ class RadixTree:
             page = key[at : at + width]
             child = node.children.get(page)
             if child is None:
-                node = self._grow(node, page, key[at:], pages[here : start + len(key) // width])
                 break
             if not key.startswith(child.edge, at):
                 child = self._split(child, common_pages(child.edge, key, at, width) * width)
@@ -183,6 +183,8 @@ class RadixTree:
             at += len(child.edge)
         if node is not first:
             self._lower_lock(first, node)
+        if at < len(key):
+            node = self._grow(node, page, key[at:], pages[here : start + len(key) // width])
         self._clock = node.last_access = self._clock + 1
         if self._requeues:
             self._requeue(node)
@@ -208,7 +210,7 @@ class RadixTree:
             node = node.parent
         elif start + size > at:
             node = self._split(node, (at - start) * (len(node.edge) // size))
-        if self.order.uses_priority:
+        if self.uses_priority:
             _raise_priority(node, 1)
 
     def count_hit(self, node: Node, until: Node | None = None) -> None:
@@ -335,10 +337,11 @@ class RadixTree:
             self.queue.offer(node)
 
     def _grow(self, parent: Node, key: bytes, edge: bytes, pages: array[int]) -> Node:
+        """A new leaf, which takes over one lock of `parent`: that one trades it for a locked child."""
         self._clock = now = self._clock + 1
         leaf = Node(parent, key, edge, pages, now)
+        leaf.locks = 1
         parent.adopt(leaf)
-        self.evictable_pages += len(pages)
         return leaf
 
     def _split(self, child: Node, cut: int) -> Node:

@@ -420,6 +420,77 @@ def test_a_token_from_the_range_of_image_ids_is_an_error(token: int) -> None:
     assert allocator.pin(Sequence("d", [-(2**30), -1, 2**31 - 1, 0, 5])) is not None
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_group_with_a_token_that_is_refused_gives_nothing_back(page_size: int) -> None:
+    allocator = make(page_size=page_size)
+    good, bad = Sequence("good", range(9)), Sequence("bad", range(20, 29))
+    for seq, token in ((good, 5), (bad, -(2**31))):
+        prefill(allocator, seq)
+        seq.append(token)
+        allocator.extend(seq, 1)
+        allocator.commit([(seq, 10)])
+    before = allocator.capacity()
+    with pytest.raises(ValueError, match=r"request bad: .* reserved for images"):
+        allocator.release([good, bad], Release.FINISH)
+    assert allocator.capacity() == before
+    allocator.check()
+    allocator.release([good], Release.FINISH)
+    allocator.release([bad], Release.ABORT)
+    allocator.check()
+
+
+@pytest.mark.parametrize("length", [1, 3, 1012, 5000])
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_token_from_the_range_of_image_ids_is_found_anywhere(length: int, place: int) -> None:
+    allocator = make(num_pages=8192)
+    tokens = [2**31 - 1] * length
+    tokens[place] = -(2**30) - 1
+    with pytest.raises(ValueError, match=rf"at position {place % length} is below"):
+        allocator.pin(Sequence("a", tokens))
+    tokens[place] = -(2**30)
+    assert allocator.admit(Sequence("a", tokens)) is not None
+
+
+def test_what_a_commit_published_is_a_view_that_nobody_can_write_and_that_stays() -> None:
+    allocator = make(num_pages=12, page_size=1, eviction_unit="page")
+    seq = Sequence("a", range(8))
+    prefill(allocator, seq)
+    allocator.release([seq], Release.FINISH)
+    other = Sequence("b", range(50, 54))
+    allocator.admit(other)
+    published = allocator.commit([(other, 4)])[0].published
+    shown = list(published)
+    assert shown == list(allocator.page_ids(other))
+    with pytest.raises(TypeError):
+        published[0] = 7  # type: ignore[index]
+    allocator.release([other], Release.FINISH)
+    for count in range(1, 13):
+        allocator.evict(count)
+    assert list(published) == shown
+    allocator.check()
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_prefill_in_chunks_publishes_the_text_that_was_matched(page_size: int) -> None:
+    """Tokens that come before the prefill is through belong to what is decoded and are published at the end."""
+    allocator = make(num_pages=64, page_size=page_size)
+    seq = Sequence("a", range(20))
+    pin = allocator.pin(seq)
+    assert pin is not None
+    for end in (7, 13, 20):
+        allocator.extend(seq, end - seq.num_computed_tokens)
+        allocator.commit([(seq, end)])
+        assert allocator.match(Sequence("m", range(20))).hit_tokens == end // page_size * page_size
+        if end == 13:
+            seq.append(99)
+    allocator.extend(seq, 1)
+    allocator.commit([(seq, 21)])
+    allocator.release([seq], Release.FINISH)
+    again = Sequence("m", [*range(20), 99])
+    assert allocator.match(again).hit_tokens == 21 // page_size * page_size
+    allocator.check()
+
+
 def test_hashed_sequences_hit_as_the_tokens_behind_them_would() -> None:
     rng = random.Random(5)
     hashed, plain = make(num_pages=40), make(num_pages=40)
