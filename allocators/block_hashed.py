@@ -1,7 +1,8 @@
-"""The general form of the block design's pages: a ref count, a key and a place in the free queue for each page.
+"""The general form of the block design's pages: a key, and a holder or a place in the free queue, for each page.
 
 This is vLLM 0.32.0's block pool as a reader would draw it, and the oracle of the `runs` form: it serves every
-setting, and every step costs a little for each page.
+setting, and every step costs a little for each page. A page's ref count is 0 in the queue and 1 outside of it; that
+of the few pages that have more holders is written down.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ class HashedRow(Row):
 
 
 class HashedPages(PageStore[HashedRow]):
-    """Free queue, ref counts and page index. A page stands in the queue exactly when its ref count is 0."""
+    """Free queue, ref counts and page index. A page stands in the queue exactly when its ref count is 0.
+
+    often  ref counts above 1
+    """
 
     def __init__(
         self, num_pages: int, design: Design, window: SlidingWindow | None, hash_fn: HashFn | str | None = None
@@ -38,9 +42,8 @@ class HashedPages(PageStore[HashedRow]):
         self.page_size = design.page_size
         self.index = HashChainIndex(num_pages, design.page_size, hash_fn or design.hash_fn, gapless=window is None)
         self.free_queue = FreeQueue(num_pages)
-        self.refs = [2] + [0] * num_pages  # padding is never free, and never about to be
+        self.often: dict[int, int] = {}
         self.evictable = 0
-        self.shared = 0
         self.withdrawn: set[int] = set()  # held pages whose content another sequence's abort took back
         self._caches = design.prefix_cache
         self._window = window
@@ -48,6 +51,10 @@ class HashedPages(PageStore[HashedRow]):
     @property
     def queued(self) -> int:  # type: ignore[override]
         return self.free_queue.num_pages
+
+    @property
+    def shared(self) -> int:  # type: ignore[override]
+        return len(self.often)
 
     @property
     def duplicates(self) -> int:  # type: ignore[override]
@@ -78,41 +85,31 @@ class HashedPages(PageStore[HashedRow]):
         return chain
 
     def num_idle(self, rows: list[HashedRow]) -> int:
-        refs = self.refs
-        pages = rows[0].pages if len(rows) == 1 else {page for row in rows for page in row.pages}
-        return [refs[page] for page in pages].count(0)
+        pages = rows[0].pages if len(rows) == 1 else list({page for row in rows for page in row.pages})
+        return len(self.free_queue.inside(pages))
 
     def touch(self, row: HashedRow) -> None:
-        refs = self.refs
-        idle = [page for page in row.pages if not refs[page]]
+        idle = self.free_queue.inside(row.pages)
         if len(idle) < len(row.pages):
             self._share(row.pages)
         self.free_queue.remove(idle)
         self.evictable -= len(idle)
-        for page in idle:
-            refs[page] = 1
 
     def _share(self, pages: list[int]) -> None:
         """One holder more for those that have one already."""
-        refs = self.refs
-        for page in pages:
-            if refs[page] and page != PADDING_PAGE:
-                refs[page] += 1
-                self.shared += refs[page] == 2
+        often = self.often
+        for page in self.free_queue.outside(pages):
+            often[page] = often.get(page, 1) + 1
 
     def take(self, row: HashedRow, count: int) -> tuple[array[int], tuple[int, ...]]:
         taken = self.free_queue.take(count)
         evicted = self.index.drop(taken) if self.evictable else []
         self.evictable -= len(evicted)
-        refs = self.refs
-        for page in taken:
-            refs[page] = 1
         row.pages += taken
         return array("i", taken), tuple(evicted)
 
     def take_one(self, row: HashedRow) -> tuple[array[int], tuple[int, ...]]:
         page = self.free_queue.take_one()
-        self.refs[page] = 1
         row.pages.append(page)
         if not (self.evictable and self.index.drop((page,))):
             return array("i", (page,)), ()
@@ -130,7 +127,7 @@ class HashedPages(PageStore[HashedRow]):
     def unpublish(self, row: HashedRow, start: int) -> tuple[int, ...]:
         dropped = self.index.drop(row.pages[start : row.published])
         self.index.gapless = False  # what others cached behind these pages stays
-        self.withdrawn.update(page for page in dropped if self.refs[page] > 1)
+        self.withdrawn.update(page for page in dropped if page in self.often)
         row.published = start
         return tuple(dropped)
 
@@ -153,7 +150,7 @@ class HashedPages(PageStore[HashedRow]):
         row.pages[position] = page
 
     def num_holders(self, page: int) -> int:
-        return self.refs[page]
+        return self.often.get(page, 0 if page in self.free_queue else 1)
 
     def let_go_part(self, row: HashedRow, low: int, high: int) -> tuple[int, ...]:
         pages = row.pages[low:high]
@@ -163,13 +160,12 @@ class HashedPages(PageStore[HashedRow]):
 
     def _let_go(self, pages: list[int]) -> list[int]:
         """One holder less for each; returns those that nobody holds now."""
-        refs, idle = self.refs, pages
-        if self.shared or self._window is not None:  # else each of them has one holder
-            idle = [page for page in pages if refs[page] == 1]
-            if len(idle) < len(pages):
-                self._let_go_shared(pages)
-        for page in idle:
-            refs[page] = 0
+        often = self.often
+        if not often and self._window is None:
+            return pages
+        idle = [page for page in pages if page not in often and page != PADDING_PAGE]
+        if len(idle) < len(pages):
+            self._let_go_shared(pages)
         return idle
 
     def _sort_to_queue(self, idle: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -185,11 +181,13 @@ class HashedPages(PageStore[HashedRow]):
         return tuple(freed), tuple(cached)
 
     def _let_go_shared(self, pages: Iterable[int]) -> None:
-        refs = self.refs
+        """One holder less for those that have several."""
+        often = self.often
         for page in pages:
-            if refs[page] > 1 and page != PADDING_PAGE:
-                refs[page] -= 1
-                self.shared -= refs[page] == 1
+            if page in often:
+                often[page] -= 1
+                if often[page] == 1:
+                    del often[page]
 
     def evict(self, count: int) -> tuple[int, ...]:
         victims: list[int] = []
@@ -210,9 +208,9 @@ class HashedPages(PageStore[HashedRow]):
         return iter(self.free_queue)
 
     def marks(self, rows: Iterable[HashedRow]) -> Mapping[int, str]:
-        refs = self.refs
+        often = self.often
         return {
-            page: ("*" if self.index.keys[page] is not None else "") + (f"({refs[page]})" if refs[page] > 1 else "")
+            page: ("*" if self.index.keys[page] is not None else "") + (f"({often[page]})" if page in often else "")
             for page in range(1, self.num_pages + 1)
         }
 
@@ -222,8 +220,9 @@ class HashedPages(PageStore[HashedRow]):
         if found:  # the links cannot be walked
             return found
         held = holders([*rows, *(row for row in pins if row.held)])
+        refs = {page: self.num_holders(page) for page in range(1, self.num_pages + 1)}
         return [
-            *state_problems(self.num_pages, self.refs, set(self.free_queue), held),
+            *state_problems(self.num_pages, refs, set(self.free_queue), held),
             *self._key_problems(rows),
             *self._counter_problems(held),
             *self.index.problems(),

@@ -2,7 +2,7 @@
 
 A doubly linked list over page ids in two lists, closed by page 0, which never stands in it. Pages without content
 return to the head and are taken first; cached ones return to the tail, so the head side of them is the least recently
-released. Removal anywhere costs O(1).
+released. Removal anywhere costs O(1). A page that leaves follows nobody any more, which tells it from those inside.
 
 Lists and not arrays of int32: an array makes a new int at every read, which costs four times as much as the link
 itself. Both lists share one int object a page, and callers that hand back the objects they were given keep it so.
@@ -11,6 +11,7 @@ itself. Both lists share one int object a page, and callers that hand back the o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 END = 0
 
@@ -30,7 +31,8 @@ class FreeQueue:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages  # pages in the queue now
         pages = list(range(num_pages + 1))
-        self._next = pages[1:] + [END]  # noqa: RUF005  (a display leaves room to grow, which this never does)
+        # None behind a page: it does not stand in the queue.
+        self._next: list[Any] = pages[1:] + [END]  # noqa: RUF005  (a display leaves room to grow, which this never does)
         self._previous = pages[-1:] + pages[:-1]
 
     def __len__(self) -> int:
@@ -43,11 +45,26 @@ class FreeQueue:
             yield page
             page = self._next[page]
 
+    def __contains__(self, page: int) -> bool:
+        return page != END and self._next[page] is not None
+
+    def inside(self, pages: Sequence[int]) -> list[int]:
+        """Those of `pages` that stand in the queue."""
+        following = self._next
+        return [page for page in pages if following[page] is not None and page != END]
+
+    def outside(self, pages: Sequence[int]) -> list[int]:
+        """Those of `pages` that do not; page 0 is of neither kind."""
+        following = self._next
+        return [page for page in pages if following[page] is None]
+
     def take(self, count: int) -> list[int]:
         """Unlink the first `count` pages, which must be there."""
         following, page = self._next, END
         pages = [page := following[page] for _ in range(count)]
         head = following[page]
+        for page in pages:
+            following[page] = None
         following[END] = head
         self._previous[head] = END
         self.num_pages -= count
@@ -58,6 +75,7 @@ class FreeQueue:
         following = self._next
         page = following[END]
         following[END] = head = following[page]
+        following[page] = None
         self._previous[head] = END
         self.num_pages -= 1
         return page
@@ -69,6 +87,7 @@ class FreeQueue:
             before, after = previous[page], following[page]
             following[before] = after
             previous[after] = before
+            following[page] = None
         self.num_pages -= len(pages)
 
     def append(self, pages: Sequence[int]) -> None:
@@ -102,4 +121,7 @@ class FreeQueue:
             before, page = page, self._next[page]
         if self._previous[END] != before:
             return [f"the queue ends with page {before}, but names page {self._previous[END]} as its tail"]
+        inside = self.inside(range(len(self._next)))
+        if len(inside) != len(seen):
+            return [f"pages {sorted(seen.symmetric_difference(inside))} have a follower and are not in the queue"]
         return [] if len(seen) == self.num_pages else [f"the queue counts {self.num_pages} pages and holds {len(seen)}"]

@@ -52,7 +52,7 @@ def lose_a_page_of_a_row(allocator: Any) -> None:
     allocator._rows["a"].pages.pop()
 
 
-@fault("page 4 is in two states")
+@fault("page 4: ref count is 0, 1 rows name it; page 4 is named by a live row and stands in the free queue")
 def put_a_held_page_into_the_queue(allocator: Any) -> None:
     allocator._store.free_queue.append([4])
 
@@ -74,17 +74,17 @@ def let_a_row_point_outside_the_pool(allocator: Any) -> None:
 
 @fault("page 1: ref count is 3, 2 rows name it")
 def count_a_holder_too_many(allocator: Any) -> None:
-    allocator._store.refs[1] += 1
+    allocator._store.often[1] += 1
 
 
 @fault("page 2: ref count is 1, 2 rows name it")
 def count_a_holder_too_few(allocator: Any) -> None:
-    allocator._store.refs[2] -= 1
+    del allocator._store.often[2]
 
 
-@fault("page 8: ref count is 1, 0 rows name it")
+@fault("page 8: ref count is 2, 0 rows name it")
 def count_a_holder_of_a_free_page(allocator: Any) -> None:
-    allocator._store.refs[8] = 1
+    allocator._store.often[8] = 2
 
 
 @fault("evictable is 3, 2 pages")
@@ -97,9 +97,14 @@ def drop_a_key_without_counting(allocator: Any) -> None:
     allocator._store.index.drop([5])
 
 
-@fault("shared is 1, counted 2")
-def miscount_shared(allocator: Any) -> None:
-    allocator._store.shared -= 1
+@fault("shared is 3, counted 2")
+def count_a_page_of_one_holder_as_shared(allocator: Any) -> None:
+    allocator._store.often[3] = 1
+
+
+@fault(r"pages \[3\] have a follower and are not in the queue")
+def let_a_held_page_have_a_follower(allocator: Any) -> None:
+    allocator._store.free_queue._next[3] = 7
 
 
 @fault("wasted slots are 3, counted 2")

@@ -292,7 +292,7 @@ def test_check_notices_a_wrong_holder_count_and_a_forgotten_open_page(form: str,
     if fault == "forgotten":
         allocator._open.clear()
     elif form == "hashed":
-        allocator._store.refs[2] = 1
+        del allocator._store.often[2]
     else:
         allocator._store._often.clear()
     with pytest.raises(AllocatorError, match=r"which others hold|ref count is 1|without serving hits"):
