@@ -104,14 +104,11 @@ class FreePages:
         if self._waiting and n > self.num_ready:
             self.merge()
         self.count -= n
-        if self._fresh > self.num_pages:
-            return self._returned.take(n)
-        first, then = self._take_fresh, self._returned.take
-        if not self.fifo:
-            first, then = then, first
-        taken = first(n)
+        fresh_first = self.fifo and self._fresh <= self.num_pages
+        taken = self._take_fresh(n) if fresh_first else self._returned.take(n)
         if len(taken) < n:
-            taken += then(n - len(taken))
+            rest = n - len(taken)
+            taken += self._returned.take(rest) if fresh_first else self._take_fresh(rest)
         return taken
 
     def free(self, run: array[int]) -> None:

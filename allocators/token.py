@@ -96,11 +96,12 @@ class TokenAllocator(KVAllocator):
             self._refuse(seq, "no free row")
             return None
         text, width, namespace = self._text(seq, seq.num_prefill_tokens)
-        whole_pages = self._keys.num_pages(seq, seq.num_prefill_tokens - self._left_tokens) if text else 0
-        node, page_ids = self.tree.match(text, width, namespace, whole_pages)
-        self.tree.lock(node)
+        whole_pages = self._keys.num_pages(seq, seq.num_prefill_tokens - self._left_tokens)
+        tree = self.tree
+        node, page_ids = tree.match(text, width, namespace, whole_pages)
+        tree.lock(node)
         if not self._fits(seq, len(page_ids), gate or self._gate):
-            self.tree.unlock(node)
+            tree.unlock(node)
             self._refuse(seq, "no room")
             return None
         self._rows[seq.request_id] = Row(seq, self._free_rows.pop(), node, page_ids, width, text)

@@ -221,27 +221,27 @@ class RadixTree:
 
     def lock(self, node: Node) -> None:
         """Keep the path to `node` from eviction. Stops at the first locked ancestor, which is locked already."""
-        while True:
-            node.locks += 1
-            if node.locks > 1:
-                return
-            self.evictable_pages -= len(node.pages)
+        held = 0
+        while not node.locks:
+            node.locks = 1
+            held += len(node.pages)
             node = node.parent
+        node.locks += 1
+        self.evictable_pages -= held
 
     def unlock(self, node: Node) -> int:
         """Undo one `lock` of `node`; returns how many pages nobody holds any more: the last ones of the path."""
         at, let_go = node, 0
-        while True:
-            at.locks = locks = at.locks - 1
-            if locks:
-                break
+        while at.locks == 1:  # a root that is left at one was at two
+            at.locks = 0
             let_go += len(at.pages)
             at = at.parent
+        at.locks -= 1
         if let_go:
             self.evictable_pages += let_go
             if not node.children:
                 self.queue.offer(node)
-        if locks == 1 and at.parent is None and not at.children:
+        if not at.children and at.parent is None:
             self._drop(at)
         return let_go
 
@@ -373,8 +373,7 @@ class RadixTree:
             return
         parent.children = _NO_CHILDREN
         if parent.parent is None:
-            if parent.locks == 1:
-                self._drop(parent)
+            self._drop(parent)
         elif parent.locks == 0:
             self.queue.offer(parent)
 
@@ -388,8 +387,8 @@ class RadixTree:
         return run
 
     def _drop(self, root: Any) -> None:
-        """Forget a namespace that holds nothing and is held by nobody."""
-        if root is not self.default_root:
+        """Forget a namespace that holds nothing, unless somebody holds it."""
+        if root.locks == 1 and root is not self.default_root:
             del self.roots[root.namespace]
 
 
