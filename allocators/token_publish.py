@@ -55,10 +55,10 @@ def checkpoint(allocator: TokenAllocator, row: Row, num_tokens: int) -> tuple[li
         return [], ()
     seq, start, old, tree = row.seq, row.protected, row.node, allocator.tree
     end = allocator._keys.num_pages(seq, num_tokens)
-    if end <= start and row.checkpointed:
-        tree.touch(old)
-        return [], ()
-    if end < start:
+    if end <= start:
+        if row.checkpointed:
+            tree.touch(old)
+            return [], ()
         end = start
     width, text = row.width, row.text
     if end * width <= len(text):

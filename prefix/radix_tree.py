@@ -67,12 +67,6 @@ class Node:
         """Whether eviction may take this node now."""
         return not self.locks and not self.children and self.parent is not None
 
-    def adopt(self, child: Node) -> None:
-        """File `child` under its first page."""
-        if self.children is _NO_CHILDREN:
-            self.children = {}
-        self.children[child.key] = child
-
     def __repr__(self) -> str:
         return f"Node({len(self.pages)} pages, {len(self.children)} children, locks {self.locks})"
 
@@ -341,7 +335,10 @@ class RadixTree:
         self._clock = now = self._clock + 1
         leaf = Node(parent, key, edge, pages, now)
         leaf.locks = 1
-        parent.adopt(leaf)
+        if parent.children is _NO_CHILDREN:
+            parent.children = {key: leaf}
+        else:
+            parent.children[key] = leaf
         return leaf
 
     def _split(self, child: Node, cut: int) -> Node:
@@ -353,10 +350,10 @@ class RadixTree:
         upper.created, upper.last_access = child.created, child.last_access
         upper.hits, upper.priority = child.hits, child.priority
         upper.locks = 1 if child.locks else 0
-        parent.adopt(upper)
+        parent.children[child.key] = upper
         child.edge, child.pages, child.parent = edge[cut:], child.pages[cut // width :], upper
         child.key = child.edge[:width]
-        upper.adopt(child)
+        upper.children = {child.key: child}
         if self.split_touches_suffix:
             self.touch(child)
         return upper
