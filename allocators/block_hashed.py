@@ -79,8 +79,7 @@ class HashedPages(PageStore[HashedRow]):
     def _chain(self, seq: Sequence) -> PageChain:
         chain = seq.memo
         if not (isinstance(chain, PageChain) and chain.index is self.index and _still_true(chain, seq)):
-            given = seq.page_hashes is not None
-            seq.memo = chain = self.index.chain(seq.namespace, seq.extra_keys, given=given)
+            seq.memo = chain = PageChain(self.index, seq.namespace, seq.extra_keys, seq.page_hashes is not None)
         _extend(chain, seq, seq.num_tokens // self.page_size)
         return chain
 
@@ -118,7 +117,8 @@ class HashedPages(PageStore[HashedRow]):
 
     def publish(self, row: HashedRow, start: int, end: int) -> tuple[int, ...]:
         chain = _chain_of(row)
-        _extend(chain, row.seq, end)
+        if len(chain.keys) < end:
+            _extend(chain, row.seq, end)
         if end - start == 1:
             page = row.pages[start]
             return (page,) if self.index.publish_one(page, chain, start) else ()

@@ -36,15 +36,15 @@ def fits(allocator: BlockAllocator, row: Row, gate: Gate) -> bool:
 
 def num_served(allocator: BlockAllocator, work: list[Plan]) -> int:
     """How many plans fit, in order. Counts the pages that pins hold and that windows free on the way."""
-    room = allocator._store.queued
-    unheld = [row for row in allocator._pins.values() if not row.held] if allocator._pins else []
     asked = 0
     for plan in work:
         asked += plan.take if plan.row.held else plan.take + plan.row.headroom
-    for row in unheld:
-        asked += len(row.pages)
+    for row in allocator._pins.values():
+        asked += 0 if row.held else len(row.pages)
+    room = allocator._store.queued
     if asked <= room:
         return len(work)
+    unheld = [row for row in allocator._pins.values() if not row.held]
     if unheld:
         room -= allocator._store.num_idle(unheld)
     dropped: dict[int, int] = {}

@@ -51,7 +51,7 @@ class FreeQueue:
     def inside(self, pages: Sequence[int]) -> list[int]:
         """Those of `pages` that stand in the queue."""
         following = self._next
-        return [page for page in pages if following[page] is not None and page != END]
+        return [page for page in pages if following[page] is not None and page]  # END is 0
 
     def outside(self, pages: Sequence[int]) -> list[int]:
         """Those of `pages` that do not; page 0 is of neither kind."""
@@ -63,8 +63,8 @@ class FreeQueue:
         following, page = self._next, END
         pages = [page := following[page] for _ in range(count)]
         head = following[page]
-        for page in pages:
-            following[page] = None
+        for taken in pages:  # the walk's own name is a cell, which costs more
+            following[taken] = None
         following[END] = head
         self._previous[head] = END
         self.num_pages -= count

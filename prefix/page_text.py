@@ -98,6 +98,9 @@ def encode(value: Hashable) -> bytes:
     return b"h%d;" % hash(value) + encode(type(value).__qualname__)
 
 
+NO_NAMESPACE = encode(None)
+
+
 class PageText:
     """The text of one sequence's whole pages, in position order.
 
@@ -112,7 +115,7 @@ class PageText:
         self, namespace: Hashable = None, extra_keys: Iterable[Any] = (), page_size: int = 1, *, given: bool = False
     ) -> None:
         self.namespace = namespace
-        self.scope = encode(namespace)
+        self.scope = NO_NAMESPACE if namespace is None else encode(namespace)
         self.extras = page_extras(extra_keys, page_size) if extra_keys else ()
         self.raw = None if given else bytearray()
 
