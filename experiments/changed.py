@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,3 +49,9 @@ def changed_words(path: Path) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     named = ", ".join(names[:_NAMED])
     return f"WARNING: files changed since written: {named}{more}; `kvarena verify result {path}` says what is wrong"
+
+
+def warn_of_changes(path: Path) -> None:
+    """That line on stderr, where there is one."""
+    if words := changed_words(path):
+        print(words, file=sys.stderr)

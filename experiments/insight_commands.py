@@ -82,6 +82,7 @@ def timeline(
 ) -> None:
     """Replay one cell of a result and show it step by step: a trace for Perfetto, and a map of the pool."""
     from kvarena.experiments.budget import parse_bytes
+    from kvarena.experiments.changed import warn_of_changes
     from kvarena.experiments.outputs import check_figure, check_file, save_one
     from kvarena.experiments.pool_map import draw_pool_map
     from kvarena.experiments.timeline import summary_lines
@@ -92,6 +93,7 @@ def timeline(
     check_figure(figure)
     size = None if pool is None else parse_bytes(f"{pool} B" if pool.isdigit() else pool)
     made = of(result, allocator=allocator, pool=size, seed=seed)
+    warn_of_changes(result)
     if out is not None:
         print(f"{write_trace_events(made, out):,} events in {out}; open it at ui.perfetto.dev", file=sys.stderr)
     if figure is not None:

@@ -44,6 +44,7 @@ def bounds(
     """Say how far each allocator is from random eviction, clairvoyance and an infinite cache, at its own page size."""
     from kvarena.experiments.bounds import RATES
     from kvarena.experiments.bounds import bounds as bounds_of
+    from kvarena.experiments.changed import warn_of_changes
     from kvarena.experiments.outputs import check_figure, check_table
     from kvarena.experiments.results import load_result
     from kvarena.experiments.study import bounds_table, draw_bounds, write_table
@@ -51,6 +52,7 @@ def bounds(
     check_table(out, RATES)
     check_figure(figure)
     loaded = load_result(result)
+    warn_of_changes(result)
     table = bounds_of(loaded)
     if out is not None:
         write_table(table, out)
@@ -80,6 +82,7 @@ def explain(
     quiet: Quiet = False,
 ) -> None:
     """Say why each prompt token was not served from the cache: one reason each, adding up to the misses."""
+    from kvarena.experiments.changed import warn_of_changes
     from kvarena.experiments.explain import REASONS
     from kvarena.experiments.foreign import reading
     from kvarena.experiments.outputs import check_table
@@ -99,8 +102,10 @@ def explain(
         if (result / "sweep.json").is_file():
             chosen = any(given is not None for given in (request, allocator, pool, seed))
             _explain_sweep(result, out, tick, chosen, as_json)
+            warn_of_changes(result)
             return
         found = explain_folder(result, allocator, pool, seed, tick)
+        warn_of_changes(result)
     else:
         found = explain_trace(trace, allocator, pool, seed, set_ or [], tick)
     if tick is not None:

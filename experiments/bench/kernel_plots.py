@@ -57,6 +57,10 @@ def load_kernels(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: schema_version: expected 1, found {whole.get('schema_version')!r}")
     if not isinstance(whole.get("parts"), dict):
         raise ValueError(f"{path}: parts: expected those of `kvarena bench kernels`, found {', '.join(whole)}")
+    for name, part in whole["parts"].items():
+        if not isinstance(part, dict) or not isinstance(part.get("rows"), list):
+            raise ValueError(f"{path}: parts.{name}: expected rows of `kvarena bench kernels`, found none; "
+                             f"`kvarena report {path}` shows a file of any kind")  # fmt: skip
     return whole
 
 

@@ -54,7 +54,8 @@ def grid(
 def print_tables(whole: Mapping[str, Any], file: Any) -> None:
     """Everything that was measured, part by part."""
     read = read_ceiling(whole)
-    print(f"read ceiling {read:.0f} GB/s", file=file)
+    if not math.isnan(read):
+        print(f"read ceiling {read:.0f} GB/s", file=file)
     decode = rows_of(whole, op="decode", study="grid")
     if decode:
         print("\ndecode 32/8 bf16, shuffled: us / share of the read ceiling", file=file)
@@ -67,10 +68,28 @@ def print_tables(whole: Mapping[str, Any], file: Any) -> None:
     others = ("store", "copy_pages", "swap", "slot_mapping", "host", "adapter")
     for row in [r for r in rows_of(whole) if r.get("op") in others]:
         print(" ".join(f"{key}={value}" for key, value in row.items() if key not in ("spread",)), file=file)
-    print("\ntargets", file=file)
-    for target in targets(whole):
+    _print_safety(whole, file)
+    found = list(targets(whole))
+    if found:
+        print("\ntargets", file=file)
+    for target in found:
         line = f"{'met ' if target.met else 'MISS'}  {target.name:58}  {target.wanted:>12}  {target.found}"
         print(f"{line:84}  ({target.beside})" if target.beside else line, file=file)
+
+
+def _print_safety(whole: Mapping[str, Any], file: Any) -> None:
+    """What the parts `safety` and `sanitize` found, a line a check."""
+    parts = whole["parts"]
+    counts: dict[str, list[int]] = {}
+    for row in parts.get("safety", {}).get("rows", []):
+        one = counts.setdefault(row.get("check") or f"random calls of {row['op']}", [0, 0])
+        one[0] += row.get("draws", 1)
+        one[1] += not row.get("passed", True) or "error" in row
+    for name, (count, wrong) in counts.items():
+        print(f"safety: {name}: {count:,} checked, {wrong} wrong", file=file)
+    for row in parts.get("sanitize", {}).get("rows", []):
+        found = row.get("error", f"{row.get('findings')} findings over {len(row.get('launched', []))} launches")
+        print(f"compute-sanitizer: {row.get('tool')}, {row.get('kernels')} kernels: {found}", file=file)
 
 
 def _line(row: Row) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import subprocess
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from kvarena.experiments.bench import gate, kernel_plots, peers, shapes, tables, timing
+from support.commands import invoke
 
 SAVED = Path(__file__).parents[2] / "results" / "h200" / "kernels.json"
 
@@ -266,3 +268,32 @@ def test_without_a_card_or_a_file_the_command_says_so() -> None:
         outcome = CliRunner().invoke(app, ["bench", "kernels", *arguments])
         assert isinstance(outcome.exception, ValueError)
         assert message in str(outcome.exception)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("safety.json", "safety: random calls of decode: 4,550 checked, 0 wrong"),
+        ("sanitizer.json", "compute-sanitizer: memcheck, all kernels: 0 findings over"),
+    ],
+)
+def test_a_saved_safety_report_is_shown_without_empty_tables(name: str, words: str) -> None:
+    shown = invoke("bench", "kernels", "--saved", SAVED.parent / name).stdout
+    assert words in shown
+    assert "nan" not in shown
+    assert "targets" not in shown
+
+
+def test_a_broken_safety_row_is_counted() -> None:
+    rows = [{"op": "safety", "check": "guards", "what": "slots", "passed": False}]
+    rows += [{"op": "decode", "draws": 50, "error": "ValueError: wrong"}, {"op": "decode", "draws": 50}]
+    text = io.StringIO()
+    tables.print_tables({"parts": {"safety": {"rows": rows}, "sanitize": {"rows": [{"error": "not found"}]}}}, text)
+    assert "guards: 1 checked, 1 wrong" in text.getvalue()
+    assert "random calls of decode: 100 checked, 1 wrong" in text.getvalue()
+    assert "kernels: not found" in text.getvalue()
+
+
+def test_measurements_of_another_benchmark_are_told_by_their_missing_rows() -> None:
+    with pytest.raises(ValueError, match=r"model\.json: parts\.decode: expected rows of `kvarena bench kernels`"):
+        invoke("bench", "kernels", "--saved", SAVED.parent / "model.json")

@@ -21,7 +21,7 @@ from kvarena.experiments.tables import Table
 from kvarena.experiments.verify_kinds import KINDS, kind_name
 from kvarena.experiments.verify_result import verify
 from rich.table import Table as RichTable
-from support.kinds import MAKERS
+from support.kinds import MAKERS, make_comparison
 from support.small import OPTIONS
 from typer.testing import CliRunner
 
@@ -177,6 +177,19 @@ def test_what_was_changed_since_it_was_written_is_warned_of_on_the_page_and_besi
     assert page.index("class='warning'") < page.index("<table")
     for command in (["report", right, "--out", tmp_path / "page.html"], ["plot", right, "--out", tmp_path / "two"]):
         assert "changed since" not in CliRunner().invoke(app, [str(part) for part in command]).stderr
+
+
+@pytest.mark.parametrize("command", [["bounds"], ["explain", "--quiet"], ["timeline"]])
+def test_commands_that_replay_a_result_warn_of_what_was_changed_in_it(command, tmp_path):
+    made, changed = tmp_path / "made", tmp_path / "changed"
+    make_comparison(made)
+    shutil.copytree(made, changed)
+    table = pd.read_parquet(changed / "steps.parquet")
+    table.to_parquet(changed / "steps.parquet", compression="gzip")
+    for folder, warned in ((made, False), (changed, True)):
+        done = CliRunner().invoke(app, [*command, str(folder)])
+        assert done.exit_code == 0, (done.output, done.exception)
+        assert ("WARNING: files changed since written: steps.parquet" in done.stderr) is warned
 
 
 def test_a_changed_file_is_seen_in_every_folder_with_hashes_and_a_figure_or_a_note_of_ours_is_none(tmp_path):
