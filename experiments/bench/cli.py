@@ -117,7 +117,7 @@ def kernels(
         failed = bench_kernels(part, out, [name for name in peers.split(",") if name], budget)
         saved = out or default_out(part)
     with reading(saved):
-        result = kernel_plots.load_kernels(saved or Path())
+        result = kernel_plots.load_rows(saved or Path())
         if part is None:
             tables.print_tables(result, sys.stdout)
         if figures is not None:

@@ -57,10 +57,16 @@ def load_kernels(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: schema_version: expected 1, found {whole.get('schema_version')!r}")
     if not isinstance(whole.get("parts"), dict):
         raise ValueError(f"{path}: parts: expected those of `kvarena bench kernels`, found {', '.join(whole)}")
+    return whole
+
+
+def load_rows(path: Path) -> dict[str, Any]:
+    """`load_kernels` of a file whose parts are rows: those of the model on a card have other tables. ValueError: none."""
+    whole = load_kernels(path)
     for name, part in whole["parts"].items():
         if not isinstance(part, dict) or not isinstance(part.get("rows"), list):
-            raise ValueError(f"{path}: parts.{name}: expected rows of `kvarena bench kernels`, found none; "
-                             f"`kvarena report {path}` shows a file of any kind")  # fmt: skip
+            other = f"`kvarena report {path}` shows files of any kind"
+            raise ValueError(f"{path}: parts.{name}: expected rows of `kvarena bench kernels`, found none; {other}")
     return whole
 
 
