@@ -61,7 +61,7 @@ def load_kernels(path: Path) -> dict[str, Any]:
 
 
 def load_rows(path: Path) -> dict[str, Any]:
-    """`load_kernels` of a file whose parts are rows: those of the model on a card have other tables. ValueError: none."""
+    """`load_kernels` of a file whose parts are rows: the model on a card has other tables. ValueError: none."""
     whole = load_kernels(path)
     for name, part in whole["parts"].items():
         if not isinstance(part, dict) or not isinstance(part.get("rows"), list):
