@@ -145,5 +145,5 @@ class FreePages:
         if end > self._block_start + len(self._block):
             stop = min(start + max(n, BLOCK), self.num_pages + 1)
             self._block, self._block_start = array("i"), start
-            self._block.frombytes(np.arange(start, stop, dtype=np.int32).view(np.uint8))
+            self._block.frombytes(np.arange(start, stop, dtype=np.int32).view(np.uint8).data)
         return self._block[start - self._block_start : end - self._block_start]

@@ -92,7 +92,7 @@ def _fits(allocator: TokenAllocator, child: Sequence, count: int) -> bool:
 def _checkpoint(allocator: TokenAllocator, row: Row, computed: int) -> Commit:
     before = row.protected
     runs, new = token_publish.checkpoint(allocator, row, computed)
-    new_from = row.protected - len(new)
+    new_from = row.protected - len(new or ())
     published, duplicates = row.page_ids[new_from : row.protected], join_own(runs)
     if duplicates:
         allocator._free.free(duplicates)

@@ -29,7 +29,8 @@ def commit(allocator: TokenAllocator, row: Row, n: int, group: list[array[int]])
     runs, new = checkpoint(allocator, row, prefill if done else n)
     if done:
         row.text = b""
-    published = memoryview(new).toreadonly() if new else ()  # no copy: the tree never changes its pages in place
+    # A view, no copy: the tree never changes a node's pages in place.
+    published: PageIds = memoryview(new).toreadonly() if new else ()
     duplicates: PageIds = ()
     if runs:
         duplicates = join_own(runs)
@@ -42,23 +43,23 @@ def commit(allocator: TokenAllocator, row: Row, n: int, group: list[array[int]])
         note(allocator, seq, published, duplicates)
     if not runs:
         return Commit(seq, published)
-    return Commit(seq, published, (), duplicates, duplicates, (before, row.protected - len(new)))
+    return Commit(seq, published, (), duplicates, duplicates, (before, row.protected - len(published)))
 
 
-def checkpoint(allocator: TokenAllocator, row: Row, num_tokens: int) -> tuple[list[array[int]], PageIds]:
+def checkpoint(allocator: TokenAllocator, row: Row, num_tokens: int) -> tuple[list[array[int]], array[int] | None]:
     """Publish the whole pages of the first `num_tokens` tokens (SGLang 0.5.22: checkpoint).
 
     Returns the duplicates, a run a node, and the pages that are new to the tree, which end at `row.protected`; they
     are the tree's own. Starts at the locked node: what lies above it is the tree's and held.
     """
     if not allocator._prefix_cache:
-        return [], ()
+        return [], None
     seq, start, old, tree = row.seq, row.protected, row.node, allocator.tree
     end = allocator._keys.num_pages(seq, num_tokens)
     if end <= start:
         if row.checkpointed:
             tree.touch(old)
-            return [], ()
+            return [], None
         end = start
     width, text = row.width, row.text
     if end * width <= len(text):
@@ -67,7 +68,7 @@ def checkpoint(allocator: TokenAllocator, row: Row, num_tokens: int) -> tuple[li
         key = allocator._keys.key(seq, start, end)
     row.node, runs, new_from = tree.insert(old, key, width, row.page_ids, start)
     row.protected = end
-    new = row.node.pages if new_from < end else ()
+    new = row.node.pages if new_from < end else None
     if tree.uses_hits:
         tree.count_hit(row.node, until=old if row.checkpointed else None)
     row.checkpointed = True
@@ -82,7 +83,7 @@ def finish(allocator: TokenAllocator, row: Row) -> list[array[int]]:
     """Publish all that is computed; returns the duplicates, a run a node. What is left private is the tail."""
     runs, new = checkpoint(allocator, row, nameable(allocator, row))
     if allocator.events.enabled:
-        note(allocator, row.seq, new, join_own(runs))
+        note(allocator, row.seq, new or (), join_own(runs))
     return runs
 
 
