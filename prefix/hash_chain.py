@@ -133,15 +133,29 @@ class HashChainIndex:
     def _look_up(self, keys: list[Key]) -> list[int]:
         """The earliest inserted page under each key, up to the first key without one."""
         first = self._first
-        if len(keys) > 1 and keys[-1] in first:  # then it is nearly always all of them
-            with suppress(KeyError):
-                return list(itemgetter(*keys)(first))
+        count = self._guess(keys)
+        if count > 1:
+            with suppress(KeyError):  # a gap
+                return list(itemgetter(*keys[:count])(first))
         found: list[int] = []
         for page in map(first.get, keys):
             if page is None:
                 break
             found.append(page)
         return found
+
+    def _guess(self, keys: list[Key]) -> int:
+        """How many keys at the front have a page, by halving; beside gaps it may be too many, never too few."""
+        first, low, high = self._first, 0, len(keys)
+        if high and keys[-1] in first:
+            return high
+        while low < high:
+            middle = (low + high) // 2
+            if keys[middle] in first:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
     def _confirmed(self, text: PageText, pages: list[int]) -> bool:
         """Do these pages hold this text, each at its place? One byte compare, or one for each source they come
