@@ -432,3 +432,15 @@ def test_ids_with_control_characters_and_markup_stay_text_in_every_output(tmp_pa
     assert not set(page) & {"\x1b", "\x07", "\u202e"}
     again = pd.read_parquet(out / "requests.parquet")
     assert again["request_id"].iloc[0] == name  # data stays what it was
+
+
+CORPUS = Path(__file__).resolve().parents[1] / "fuzz" / "corpus"
+
+
+@pytest.mark.parametrize("name", sorted(readers()))
+def test_every_input_that_fuzzing_kept_is_read_or_refused_by_name(name, tmp_path):
+    """The committed corpus opened new code once; each reader has one."""
+    inputs = sorted((CORPUS / name.replace(" ", "_")).iterdir())
+    assert inputs
+    for path in inputs:
+        readers()[name].outcome(tmp_path, path.read_bytes())
