@@ -63,9 +63,7 @@ def settled(allocator: BlockAllocator, row: Row) -> int:
     if allocator._window is not None:
         return 0
     num_pages, size = len(row.pages), allocator.page_size
-    named = row.seq.page_hashes
-    publishes = row.publishes and (named is None or row.published < len(named))
-    return (row.published + 1) * size - 1 if publishes and row.published < num_pages else num_pages * size
+    return (row.published + 1) * size - 1 if row.publishes and row.published < num_pages else num_pages * size
 
 
 def unpublish(allocator: BlockAllocator, row: Row) -> PageIds:

@@ -217,21 +217,23 @@ def test_a_step_behind_a_length_that_was_raised_without_slots_takes_all_that_is_
 
 
 @pytest.mark.parametrize("form", ["hashed", "runs"])
-def test_steps_of_a_trace_that_names_its_pages_find_work_only_where_a_page_is_full(form: str) -> None:
-    """The reply has no names, so nothing of it is ever published."""
-    allocator = make(8, page_size=4, kind="block", form=form, events=False)
-    seq = Sequence("a", page_hashes=[1, 2], num_tokens=8)
-    prefill(allocator, seq)
-    batch = allocator.decode_batch([seq])
-    served = []
-    for _ in range(9):
-        seq.append(0)
-        step = batch.reserve()
-        assert step is not None
-        served.append(list(step.answers))
-        batch.commit()
-    assert served == [[0], [], [], [], [0], [], [], [], [0]]
-    allocator.check()
+def test_steps_behind_the_last_name_of_a_trace_publish_nothing_and_decide_as_the_list_form(form: str) -> None:
+    """A trace names a prompt's pages, no reply's."""
+    outcomes = []
+    for own in (True, False):
+        allocator = make(8, page_size=4, kind="block", form=form, events=False)
+        seq = Sequence("a", page_hashes=[1, 2], num_tokens=8)
+        prefill(allocator, seq)
+        batch = allocator.decode_batch([seq]) if own else DecodeBatch(allocator, [seq])
+        for _ in range(9):
+            seq.append(0)
+            outcomes.append(outcome(batch.reserve()))
+            batch.commit()
+            allocator.check()
+        released = allocator.release([seq], Release.FINISH)
+        outcomes.append((list(released.freed), list(released.cached)))
+    assert outcomes[:10] == outcomes[10:]
+    assert outcomes[9] == ([5, 4, 3], [2, 1])
 
 
 @pytest.mark.parametrize("kind", ["token", "block"])
