@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Hashable, Iterator
 from typing import Any, Literal
 
+from kvarena.prefix import radix_tree_check
 from kvarena.prefix.eviction import EvictionQueue, Order, order, queue_for
 
 _NO_CHILDREN: dict[bytes, Node] = {}  # shared by all leaves, never written
@@ -289,25 +290,7 @@ class RadixTree:
 
     def faults(self) -> Iterator[str]:
         """What is inconsistent, one sentence each; nothing for a sound tree. O(nodes)."""
-        evictable = 0
-        waiting = {node for key, node in self.queue.entries() if key == node.queued}
-        for node in self.nodes():
-            width = len(node.edge) // max(len(node.pages), 1)
-            parent = node.parent
-            if not node.pages or len(node.edge) != width * len(node.pages):
-                yield f"{node!r}: an edge of {len(node.edge)} bytes for {len(node.pages)} pages"
-            elif node.key != node.edge[:width] or parent.children.get(node.key) is not node:
-                yield f"{node!r} is not filed under its first page"
-            if any(child.parent is not node for child in node.children.values()):
-                yield f"{node!r}: a child names another parent"
-            if node.locks < sum(child.locks > 0 for child in node.children.values()):
-                yield f"{node!r}: fewer locks than locked children"
-            if node.locks == 0:
-                evictable += len(node.pages)
-            if node.is_candidate and node not in waiting:
-                yield f"{node!r} could be evicted but is not queued"
-        if evictable != self.evictable_pages:
-            yield f"evictable count is {self.evictable_pages}, unlocked nodes hold {evictable} pages"
+        return radix_tree_check.faults(self)
 
     def _tick(self) -> int:
         self._clock += 1
