@@ -223,8 +223,32 @@ class Sequence:
 PageIds: TypeAlias = "array[int] | memoryview[int] | tuple[int, ...]"
 
 
+_SHOWN = 12
+
+
 def _no_pages() -> array[int]:
     return array("i")
+
+
+class _Answer:
+    """Page ids print as lists, long ones cut short, and travel as arrays: a view has neither a text nor a pickle."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={_worded(getattr(self, name))}" for name in self.__dataclass_fields__)  # type: ignore[attr-defined]
+        return f"{type(self).__name__}({shown})"
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        values = (getattr(self, name) for name in self.__dataclass_fields__)  # type: ignore[attr-defined]
+        return type(self), tuple(array("i", value) if isinstance(value, memoryview) else value for value in values)
+
+
+def _worded(value: object) -> str:
+    if not isinstance(value, array | memoryview):
+        return repr(value)
+    ids = ", ".join(str(page) for page in value[:_SHOWN])
+    return f"[{ids}]" if len(value) <= _SHOWN else f"[{ids}, ... {len(value):,} in all]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +262,8 @@ class PageMove:
 PageCopy = PageMove
 
 
-@dataclass(slots=True)
-class Pin:
+@dataclass(slots=True, repr=False)
+class Pin(_Answer):
     """A held prefix: `page_ids` hold the first `hit_tokens` tokens of the sequence."""
 
     seq: Sequence
@@ -257,8 +281,8 @@ class Match:
     path: tuple[int, ...] = ()
 
 
-@dataclass(slots=True)
-class Reservation:
+@dataclass(slots=True, repr=False)
+class Reservation(_Answer):
     """Slots for one sequence. `page_ids` are the pages that its row gained at the end, in position order.
 
     `rewritten` is the half-open range of row entries that changed although they existed before (window pages that
@@ -275,8 +299,8 @@ class Reservation:
     rewritten: tuple[int, int] = (0, 0)
 
 
-@dataclass(slots=True)
-class Commit:
+@dataclass(slots=True, repr=False)
+class Commit(_Answer):
     """What committing did. `published` pages entered the prefix cache; `duplicates` are own pages that were
     given up for equal ones already there (they are in `freed` too); `rewritten` is the half-open range of row
     entries that now name other pages."""
@@ -289,8 +313,8 @@ class Commit:
     rewritten: tuple[int, int] = (0, 0)
 
 
-@dataclass(slots=True)
-class Released:
+@dataclass(slots=True, repr=False)
+class Released(_Answer):
     """`freed` pages can be taken at once; `cached` ones are held by nobody but still serve hits."""
 
     freed: PageIds = ()
