@@ -6,7 +6,8 @@ stands in every result, so that an expectation cannot be moved to where a measur
 
     reproduced   every measure lies in the claimed range
     refuted      none does
-    depends      some do; the table says under which condition
+    depends      some do; the table says under which condition. Or repeats of a measure lie on both sides of the range's
+                 end, so that noise decides
     not tested   no experiment here can tell, or its input is not at hand; the reason is given, and what we can
                  measure of our own may stand beside, without a claimed range
 
@@ -109,8 +110,14 @@ class Finding:
         """As the head of this module defines it."""
         if self.claim.not_tested is not None or not self.values:
             return "not tested"
-        held = [_within(self.values[e.measure], e.claimed) for e in self.claim.expect if e.claimed is not None]
-        return "reproduced" if all(held) else "depends" if any(held) else "refuted"
+        sides = [_sides(self, e) for e in self.claim.expect if e.claimed is not None]
+        return (
+            "reproduced"
+            if all(s == {True} for s in sides)
+            else "depends"
+            if any(True in s for s in sides)
+            else "refuted"
+        )
 
     @property
     def held(self) -> list[Expectation]:
@@ -123,6 +130,15 @@ class Finding:
         """How many of our predictions held, and how many there were."""
         tested = self.claim.expect if self.values else ()
         return sum(_within(self.values[e.measure], e.predicted) for e in tested), len(tested)
+
+
+def _sides(finding: Finding, expectation: Expectation) -> set[bool]:
+    """Whether a measure lies in the claimed range; both where its repeats do not agree on that."""
+    claimed = expectation.claimed
+    if claimed is None:
+        return set()
+    names = (expectation.measure, f"{expectation.measure}.low", f"{expectation.measure}.high")
+    return {_within(finding.values[name], claimed) for name in names if name in finding.values}
 
 
 def _within(value: float, ends: Range) -> bool:
@@ -301,9 +317,8 @@ def measured(finding: Finding, expectation: Expectation) -> str:
     low, high = (None if end is None else shown(end, unit) for end in ends)
     if low is None or high is None:
         return text
-    claimed = expectation.claimed
-    sides = {_within(end, claimed) for end in ends if end is not None} if claimed is not None else set()
-    return f"{text} ({low} to {high}{', within noise of the claim' if len(sides) > 1 else ''})"
+    noise = ", within noise of the claim" if len(_sides(finding, expectation)) > 1 else ""
+    return f"{text} ({low} to {high}{noise})"
 
 
 def shown(value: float, unit: str) -> str:

@@ -57,12 +57,22 @@ def test_the_verdict_is_how_many_measures_lie_in_the_claimed_range(held, verdict
     assert finding(*held).verdict == verdict
 
 
-def test_repeats_on_both_sides_of_the_claim_are_said_to_be_noise():
-    found = finding(True, value=1.0)
-    [row] = found.claim.expect  # claimed: 1 to 2
-    for low, high, noise in ((0.9, 1.1, True), (1.0, 1.1, False), (0.8, 0.9, False)):
-        shown = claims.measured(Finding(found.claim, {"m0": 1.0, "m0.low": low, "m0.high": high}), row)
-        assert ("within noise of the claim" in shown) == noise, shown
+@pytest.mark.parametrize(
+    ("low", "value", "high", "verdict"),
+    [
+        (0.9, 1.0, 1.1, "depends"),
+        (0.9, 0.99, 1.1, "depends"),  # the median alone would refute
+        (1.0, 1.05, 1.1, "reproduced"),
+        (0.8, 0.85, 0.9, "refuted"),
+        (0.8, 1.5, 2.1, "depends"),
+    ],
+)
+def test_repeats_on_both_sides_of_the_claim_are_said_to_be_noise_and_decide_nothing(low, value, high, verdict):
+    claim = finding(True).claim
+    [row] = claim.expect  # claimed: 1 to 2
+    found = Finding(claim, {"m0": value, "m0.low": low, "m0.high": high})
+    assert found.verdict == verdict
+    assert ("within noise of the claim" in claims.measured(found, row)) == (verdict == "depends")
 
 
 def test_a_ratio_near_one_is_shown_to_a_thousandth():
