@@ -109,7 +109,7 @@ def describe(allocator: TokenAllocator, *, full: bool = False) -> str:
     ]
     lines += [_row_line(row, show) for row in allocator._rows.values()]
     for root in allocator.tree.all_roots():
-        lines.append(f"tree {_named(root.namespace)}:" if root.namespace is not None else "tree:")
+        lines.append(f"tree {_named(root.key)}:" if root.key is not None else "tree:")
         lines += _tree_lines(root, 1, show)
         if not full and len(lines) > SHOWN_NODES:
             return "\n".join([*lines[:SHOWN_NODES], "  ..."])

@@ -27,7 +27,7 @@ class Node:
     """One edge of the tree and the place where it ends.
 
     edge         tokens of its pages, width bytes each
-    key          those of the first page, under which its parent files it
+    key          those of the first page, under which its parent files it; of a root its namespace
     pages        their page ids, array('i'); never changed in place, so whoever is shown them may keep the view
     children     key -> child
     locks        own locks + locked children: > 0 means that a live request needs this node. A root starts at 1.
@@ -51,7 +51,7 @@ class Node:
         "serial",
     )
 
-    def __init__(self, parent: Node | None, key: bytes, edge: bytes, pages: array[int], serial: int) -> None:
+    def __init__(self, parent: Node | None, key: Any, edge: bytes, pages: array[int], serial: int) -> None:
         self.parent: Any = parent  # a Node; None for a root, whose locks end every walk before it is followed
         self.key = key
         self.edge = edge
@@ -72,15 +72,15 @@ class Node:
         return f"Node({len(self.pages)} pages, {len(self.children)} children, locks {self.locks})"
 
 
-class Root(Node):
-    """Start of a namespace. Its base lock keeps it out of eviction and ends every lock walk."""
+def _root(namespace: Hashable, serial: int) -> Node:
+    """Start of a namespace. Its base lock keeps it out of eviction and ends every lock walk.
 
-    __slots__ = ("namespace",)
-
-    def __init__(self, namespace: Hashable, serial: int) -> None:
-        super().__init__(None, b"", b"", array("i"), serial)
-        self.namespace = namespace
-        self.locks = 1
+    No class of its own: CPython remembers for one class where a line finds an attribute, and a walk that meets two
+    classes in turns makes it look again at each.
+    """
+    root = Node(None, namespace, b"", array("i"), serial)
+    root.locks = 1
+    return root
 
 
 class RadixTree:
@@ -101,24 +101,24 @@ class RadixTree:
         self.eviction_unit = eviction_unit
         self.split_touches_suffix = split_touches_suffix
         self.queue: EvictionQueue = queue_for(self.order)
-        self.default_root = Root(None, 0)  # stays, empty or not
-        self.roots: dict[Hashable, Root] = {}  # of the other namespaces
+        self.default_root = _root(None, 0)  # stays, empty or not
+        self.roots: dict[Hashable, Node] = {}  # of the other namespaces
         self.evictable_pages = 0
         self._clock = 0
         self._whole_leaves = eviction_unit == "leaf"
         self.uses_hits, self.uses_priority = self.order.uses_hits, self.order.uses_priority
         self._requeues = not self.order.only_grows  # a touch can move a candidate forward in the queue
 
-    def root(self, namespace: Hashable = None) -> Root:
+    def root(self, namespace: Hashable = None) -> Node:
         """Root of a namespace, made on first use and dropped with its last content (but for the default one)."""
         if namespace is None:
             return self.default_root
         found = self.roots.get(namespace)
         if found is None:
-            found = self.roots[namespace] = Root(namespace, self._tick())
+            found = self.roots[namespace] = _root(namespace, self._tick())
         return found
 
-    def all_roots(self) -> list[Root]:
+    def all_roots(self) -> list[Node]:
         """The roots of all namespaces, the default one first."""
         return [self.default_root, *self.roots.values()]
 
@@ -263,7 +263,7 @@ class RadixTree:
 
     def clear(self) -> None:
         """Forget everything; the clock goes on."""
-        self.default_root = Root(None, self._tick())
+        self.default_root = _root(None, self._tick())
         self.roots.clear()
         self.queue.clear()
         self.evictable_pages = 0
@@ -369,7 +369,7 @@ class RadixTree:
     def _drop(self, root: Any) -> None:
         """Forget a namespace that holds nothing, unless somebody holds it."""
         if root.locks == 1 and root is not self.default_root:
-            del self.roots[root.namespace]
+            del self.roots[root.key]
 
 
 def common_pages(edge: bytes, key: bytes, at: int, width: int, stop: int | None = None) -> int:
