@@ -24,26 +24,31 @@ def commit(allocator: TokenAllocator, row: Row, n: int, group: list[array[int]])
         seq.num_computed_tokens = n
     if row.prefilled:
         return Commit(seq)
-    prefill, before = seq.num_prefill_tokens, row.protected
-    row.prefilled = done = n >= prefill
-    runs, new = checkpoint(allocator, row, prefill if done else n)
-    if done:
+    if n >= seq.num_prefill_tokens:
+        n, row.prefilled = seq.num_prefill_tokens, True
+    runs, new = checkpoint(allocator, row, n)
+    if row.prefilled:
         row.text = b""
     # A view, no copy: the tree never changes a node's pages in place.
-    published: PageIds = memoryview(new).toreadonly() if new else ()
-    duplicates: PageIds = ()
-    if runs:
-        duplicates = join_own(runs)
-        if done:
-            group += runs
-        else:
-            for run in runs:
-                allocator._free.free(run)
+    published: PageIds = () if new is None else memoryview(new).toreadonly()
+    duplicates = _give_up(allocator, runs, group if row.prefilled else None) if runs else ()
     if allocator.events.enabled:
         note(allocator, seq, published, duplicates)
     if not runs:
         return Commit(seq, published)
-    return Commit(seq, published, (), duplicates, duplicates, (before, row.protected - len(published)))
+    new_from = row.protected - len(published)
+    return Commit(seq, published, (), duplicates, duplicates, (new_from - len(duplicates), new_from))
+
+
+def _give_up(allocator: TokenAllocator, runs: list[array[int]], group: list[array[int]] | None) -> PageIds:
+    """Free duplicates at once, or with the rest of `group`; returns them in one array."""
+    duplicates = join_own(runs)
+    if group is not None:
+        group += runs
+    else:
+        for run in runs:
+            allocator._free.free(run)
+    return duplicates
 
 
 def checkpoint(allocator: TokenAllocator, row: Row, num_tokens: int) -> tuple[list[array[int]], array[int] | None]:
@@ -54,11 +59,11 @@ def checkpoint(allocator: TokenAllocator, row: Row, num_tokens: int) -> tuple[li
     """
     if not allocator._prefix_cache:
         return [], None
-    seq, start, old, tree = row.seq, row.protected, row.node, allocator.tree
-    end = allocator._keys.num_pages(seq, num_tokens)
+    seq, tree, start = row.seq, allocator.tree, row.protected
+    end = num_tokens // allocator.page_size if seq.page_hashes is None else allocator._keys.num_pages(seq, num_tokens)
     if end <= start:
         if row.checkpointed:
-            tree.touch(old)
+            tree.touch(row.node)
             return [], None
         end = start
     width, text = row.width, row.text
@@ -66,16 +71,15 @@ def checkpoint(allocator: TokenAllocator, row: Row, num_tokens: int) -> tuple[li
         key = text[start * width : end * width]  # all of it where nothing was cached: the same object, no copy
     else:
         key = allocator._keys.key(seq, start, end)
-    row.node, runs, new_from = tree.insert(old, key, width, row.page_ids, start)
-    row.protected = end
-    new = row.node.pages if new_from < end else None
+    node, runs, new_from = tree.insert(row.node, key, width, row.page_ids, start)
     if tree.uses_hits:
-        tree.count_hit(row.node, until=old if row.checkpointed else None)
-    row.checkpointed = True
+        tree.count_hit(node, until=row.node if row.checkpointed else None)
+    new = node.pages if new_from < end else None
+    row.node, row.protected, row.checkpointed = node, end, True
     if seq.num_prompt_tokens < num_tokens:
         prompt = seq.num_prompt_tokens // allocator.page_size
         if 0 < prompt < end and (prompt != start or tree.uses_priority):
-            tree.border(row.node, end, prompt)
+            tree.border(node, end, prompt)
     return runs, new
 
 

@@ -51,13 +51,15 @@ class Node:
         "serial",
     )
 
-    def __init__(self, parent: Node | None, key: Any, edge: bytes, pages: array[int], serial: int) -> None:
+    def __init__(
+        self, parent: Node | None, key: Any, edge: bytes, pages: array[int], serial: int, locks: int = 0
+    ) -> None:
         self.parent: Any = parent  # a Node; None for a root, whose locks end every walk before it is followed
         self.key = key
         self.edge = edge
         self.pages = pages
         self.children = _NO_CHILDREN
-        self.locks = 0
+        self.locks = locks
         self.serial = self.created = self.last_access = serial
         self.hits = 0
         self.priority = 0
@@ -73,14 +75,9 @@ class Node:
 
 
 def _root(namespace: Hashable, serial: int) -> Node:
-    """Start of a namespace. Its base lock keeps it out of eviction and ends every lock walk.
-
-    No class of its own: CPython remembers for one class where a line finds an attribute, and a walk that meets two
-    classes in turns makes it look again at each.
-    """
-    root = Node(None, namespace, b"", array("i"), serial)
-    root.locks = 1
-    return root
+    """Start of a namespace. Its base lock keeps it out of eviction and ends every lock walk."""
+    # No class of its own: CPython remembers where a line finds an attribute for one class at a time.
+    return Node(None, namespace, b"", array("i"), serial, 1)
 
 
 class RadixTree:
@@ -162,27 +159,22 @@ class RadixTree:
         where the key ends, the pages given up (a run for each node, in path order), and the position from which on
         pages are new to the tree.
         """
-        first, at, here = node, 0, start
         duplicates: list[array[int]] = []
-        while at < len(key):
-            page = key[at : at + width]
-            child = node.children.get(page)
-            if child is None:
-                break
-            if not key.startswith(child.edge, at):
-                child = self._split(child, common_pages(child.edge, key, at, width) * width)
-            node, beyond = child, here + len(child.pages)
-            duplicates.append(pages[here:beyond])
-            pages[here:beyond] = child.pages
-            here = beyond
-            at += len(child.edge)
-        if node is not first:
-            self._lower_lock(first, node)
-        if at < len(key):
-            node = self._grow(node, page, key[at:], pages[here : start + len(key) // width])
-        self._clock = node.last_access = self._clock + 1
-        if self._requeues:
-            self._requeue(node)
+        page, here = key[:width], start
+        if page in node.children:
+            node, here = self._rebind(node, key, width, pages, start, duplicates)
+            key = key[(here - start) * width :]
+            page = key[:width]
+        now = self._clock + 1
+        if key:
+            # The leaf starts with one lock, its parent's: that one trades it for a locked child.
+            leaf = Node(node, page, key, pages[here : here + len(key) // width], now, 1)
+            if node.children is _NO_CHILDREN:
+                node.children = {page: leaf}
+            else:
+                node.children[page] = leaf
+            node, now = leaf, now + 1
+        self._clock = node.last_access = now  # it is locked: nobody has to queue it anew
         return node, duplicates, here
 
     def touch(self, node: Node) -> None:
@@ -313,16 +305,28 @@ class RadixTree:
         if node.is_candidate:
             self.queue.offer(node)
 
-    def _grow(self, parent: Node, key: bytes, edge: bytes, pages: array[int]) -> Node:
-        """A new leaf, which takes over one lock of `parent`: that one trades it for a locked child."""
-        self._clock = now = self._clock + 1
-        leaf = Node(parent, key, edge, pages, now)
-        leaf.locks = 1
-        if parent.children is _NO_CHILDREN:
-            parent.children = {key: leaf}
-        else:
-            parent.children[key] = leaf
-        return leaf
+    def _rebind(
+        self, first: Node, key: bytes, width: int, pages: array[int], here: int, duplicates: list[array[int]]
+    ) -> tuple[Node, int]:
+        """Follow `key` below `first` as far as the tree has it, and make `pages[here:]` name the tree's pages.
+
+        What it named before is appended to `duplicates`. One lock of `first` moves to the node where this ends, which
+        is returned with its end.
+        """
+        node, at = first, 0
+        while at < len(key):
+            child = node.children.get(key[at : at + width])
+            if child is None:
+                break
+            if not key.startswith(child.edge, at):
+                child = self._split(child, common_pages(child.edge, key, at, width) * width)
+            node, beyond = child, here + len(child.pages)
+            duplicates.append(pages[here:beyond])
+            pages[here:beyond] = child.pages
+            here = beyond
+            at += len(child.edge)
+        self._lower_lock(first, node)
+        return node, here
 
     def _split(self, child: Node, cut: int) -> Node:
         """Cut `child` after `cut` bytes of its edge; returns the new upper node. No size changes."""
