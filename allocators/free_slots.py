@@ -84,12 +84,14 @@ class FreePages:
         self.num_pages = num_pages
         self.fifo = fifo
         self.need_sort = need_sort
+        self._block, self._block_start = array("i"), 1  # a stretch of fresh ids, written out
         self.clear()
 
     def clear(self) -> None:
         """All pages free, ascending."""
         self._fresh = 1  # ids from here to num_pages were never taken; they stand where the first list stood
-        self._block, self._block_start = array("i"), 1  # a stretch of fresh ids, written out
+        if self._block_start > 1:  # the first stretch is written out once
+            self._block, self._block_start = array("i"), 1
         self._returned: _Queue | _Stack = _Queue() if self.fifo else _Stack()
         self.count = self.num_pages
         self._waiting = array("i")

@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 from kvarena.allocators.config import make_allocator
-from kvarena.allocators.free_slots import TRIM, FreePages
+from kvarena.allocators.free_slots import BLOCK, TRIM, FreePages
 from kvarena.allocators.interface import Release, Sequence
 
 
@@ -42,6 +42,18 @@ def test_takes_and_frees_as_one_plain_list_would(fifo: bool, need_sort: bool) ->
     assert list(free) == plain + waiting
     free.clear()
     assert list(free) == list(range(1, num_pages + 1))
+
+
+@pytest.mark.parametrize("taken", [0, BLOCK, BLOCK + 1, 3 * BLOCK])
+@pytest.mark.parametrize("fifo", [True, False])
+def test_a_cleared_pool_hands_out_all_ids_ascending_however_far_it_was_used(fifo: bool, taken: int) -> None:
+    free = FreePages(4 * BLOCK, fifo=fifo)
+    for n in (taken // 2, taken - taken // 2):
+        free.take(n)[:] = array("i", [0] * n)  # the caller's own
+    for _ in range(2):
+        free.clear()
+        runs = [free.take(n) for n in (5, BLOCK - 7, 4 * BLOCK - (BLOCK - 2))]
+        assert [page for run in runs for page in run] == list(range(1, 4 * BLOCK + 1))
 
 
 @pytest.mark.parametrize("fifo", [True, False])
