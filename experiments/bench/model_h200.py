@@ -38,6 +38,7 @@ from kvarena.experiments.capacity_sizing import Card
 from kvarena.experiments.engine.paged_memory import KVShape
 from kvarena.experiments.engine.validation import ALLOCATORS as STEP_DESIGNS
 from kvarena.experiments.engine.validation import LOADS as STEP_LOADS
+from kvarena.experiments.outputs import refuse_unwritable
 from kvarena.experiments.provenance import code_version
 
 PARTS = ("decode", "linear", "steps", "capacity", "match")
@@ -256,7 +257,7 @@ def _place(cell: dict[str, Any]) -> tuple[int, int, int]:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line. Raises ValueError for a shard that does not exist, and without a GPU unless it is to run on a
-    CPU."""
+    CPU, and where nothing can be written at --out."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:-1]))
     parser.add_argument("--out", type=Path, help="folder for a JSON file a part")
@@ -275,6 +276,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not 0 <= options.shard[0] < options.shard[1]:
         raise ValueError(f"--shard: expected I below N, found {options.shard}")
+    if options.out is not None:
+        refuse_unwritable(options.out / "model.json")
     if not options.merge and options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("model_h200 needs a CUDA device; --device cpu runs it on a tiny model")
     options.backend = options.backend or ("torch" if options.device == "cpu" else "triton")

@@ -111,19 +111,9 @@ class Finding:
         if self.claim.not_tested is not None or not self.values:
             return "not tested"
         sides = [_sides(self, e) for e in self.claim.expect if e.claimed is not None]
-        return (
-            "reproduced"
-            if all(s == {True} for s in sides)
-            else "depends"
-            if any(True in s for s in sides)
-            else "refuted"
-        )
-
-    @property
-    def held(self) -> list[Expectation]:
-        """Measures inside the claimed range."""
-        tested = self.claim.expect if self.values else ()
-        return [e for e in tested if e.claimed is not None and _within(self.values[e.measure], e.claimed)]
+        if all(s == {True} for s in sides):
+            return "reproduced"
+        return "depends" if any(True in s for s in sides) else "refuted"
 
     @property
     def predictions(self) -> tuple[int, int]:

@@ -32,6 +32,7 @@ from kvarena.experiments.engine.calibrate_steps import (
     step_frame,
 )
 from kvarena.experiments.engine.step_time import COMPUTE, GpuTimes, save_gpu_times
+from kvarena.experiments.outputs import refuse_unwritable
 from numpy.typing import NDArray
 
 REFERENCE = "req_to_token/1"  # its page factor is 1
@@ -301,6 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     beside = options.results.with_name("model.json")
     model = options.model or (beside if beside.is_file() else None)
     try:
+        refuse_unwritable(out)
         found = calibrate(options.results, options.steps or options.results.with_name("steps.json"), model)
     except ValueError as error:
         print(f"calibrate: {error}", file=sys.stderr)

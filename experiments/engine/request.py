@@ -32,7 +32,6 @@ class End(enum.Enum):
     LENGTH    it generated max_tokens, or reached max_model_len
     POOL      alone in the pool, it needs one page more than there are
     REJECTED  it can never be served; `EngineRequest.message` has the numbers
-    ABORTED   the caller withdrew it
     PRUNED    a beam whose continuations were all worse than the others'
     """
 
@@ -40,7 +39,6 @@ class End(enum.Enum):
     LENGTH = "length"
     POOL = "pool"
     REJECTED = "rejected"
-    ABORTED = "aborted"
     PRUNED = "pruned"
 
 

@@ -348,6 +348,12 @@ def test_a_schedule_that_is_no_longer_the_measured_one_is_noticed(tmp_path: Path
         read_steps(path)
 
 
+def test_where_nothing_can_be_written_nothing_is_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main([str(tmp_path / "kernels.json"), "--out", str(tmp_path / "file" / "step_times.json")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["", "{}", '{"parts": {"decode": {"rows": []}}}', '{"parts": {}}'])
 def test_broken_benchmark_results_are_one_error(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kernels.json"

@@ -162,6 +162,8 @@ def _cell_row(load: str, design: str) -> dict[str, Any]:
 def test_bad_arguments_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--shard: expected I below N"):
         model_h200.parse(["--device", "cpu", "--shard", "2", "2"])
+    with pytest.raises(ValueError, match="cannot be written"):
+        model_h200.parse(["--device", "cpu", "--out", __file__])
     with pytest.raises(ValueError, match=r"expected decode\.json"):
         model_h200.main(["--merge", "--out", str(tmp_path)])
     if torch.cuda.is_available():
