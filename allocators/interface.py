@@ -234,13 +234,14 @@ class _Answer:
     """Page ids print as lists, long ones cut short, and travel as arrays: a view has neither a text nor a pickle."""
 
     __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={_worded(getattr(self, name))}" for name in self.__dataclass_fields__)  # type: ignore[attr-defined]
+        shown = ", ".join(f"{name}={_worded(getattr(self, name))}" for name in self.__dataclass_fields__)
         return f"{type(self).__name__}({shown})"
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        values = (getattr(self, name) for name in self.__dataclass_fields__)  # type: ignore[attr-defined]
+        values = (getattr(self, name) for name in self.__dataclass_fields__)
         return type(self), tuple(array("i", value) if isinstance(value, memoryview) else value for value in values)
 
 
