@@ -1,9 +1,10 @@
 """A shadow pool: what each slot of an allocator's pool holds, and the laws that live sequences must find kept.
 
 The shadow knows nothing of the design: a slot gets the content of the position that is written to it, content being
-the namespace, all tokens up to there and the images among them. Each live sequence must find its own content in all
-slots of its committed tokens. So a page with two owners, a hit on wrong or unwritten pages, an eviction under a live
-row, a forgotten move and a row that kept freed pages all show as wrong content.
+the namespace, all tokens up to there and the images among them; where an image stands it is the image that counts,
+whatever its placeholder tokens are. Each live sequence must find its own content in all slots of its committed tokens.
+So a page with two owners, a hit on wrong or unwritten pages, an eviction under a live row, a forgotten move and a row
+that kept freed pages all show as wrong content.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Contents:
             before = actor.content[-1] if position else ("start", seq.namespace)
             items: tuple[Any, ...] = seq.extra_keys
             images = tuple(item for item in items if item[0] <= position)
-            key = (before, seq.token_ids[position], images)
+            below = any(position < start + length for start, length, _ in images)
+            key = (before, None if below else seq.token_ids[position], images)
             actor.content.append(self._ids.setdefault(key, len(self._ids)))
 
 
