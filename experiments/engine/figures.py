@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvarena.experiments.style import looks
+from kvarena.experiments.style import Look, looks
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_POINTS = 1500
+MARKERS_A_LINE = 8
 LATENCIES = {"ttft_ms": "TTFT (ms)", "tpot_ms": "TPOT (ms)", "e2el_ms": "E2EL (ms)"}
 CAPTIONS = {
     "latency": "Latency of the served requests on the simulated clock: share of requests not slower than.",
@@ -65,7 +66,7 @@ def latency(result: Result, ax: Axes | None = None, measure: str = "ttft_ms") ->
 
 def _distribution(result: Result, ax: Axes, measure: str) -> Axes:
     rows = _at_reference(result, result.requests)
-    for name, look in looks(result.manifest["allocators"]).items():
+    for turn, (name, look) in enumerate(looks(result.manifest["allocators"]).items()):
         values = rows.loc[rows["allocator"] == name, measure].dropna().sort_values().to_list()
         if not values:
             ax.plot([], [], color=look.colour, label=f"{look.label}: no data")
@@ -73,12 +74,20 @@ def _distribution(result: Result, ax: Axes, measure: str) -> Axes:
         step = max(1, len(values) // MAX_POINTS)
         picked = [*range(0, len(values), step), len(values) - 1]
         shares = [100 * (place + 1) / len(values) for place in picked]
-        ax.plot([values[place] for place in picked], shares, linestyle=look.dashes, color=look.colour, label=look.label)
+        style = {"linestyle": look.dashes, "label": look.label, **_markers(look, turn, len(picked))}
+        ax.plot([values[place] for place in picked], shares, **style)
     _log_axis(ax)
     ax.set_ylim(0, 100)
     ax.set_xlabel(LATENCIES[measure])
     ax.set_ylabel("requests (%)")
     return ax
+
+
+def _markers(look: Look, turn: int, points: int) -> dict[str, Any]:
+    """A colour, and markers at some of the points, elsewhere for each allocator: colours alone look alike in grey."""
+    every = max(1, points // MARKERS_A_LINE)
+    start = round(turn * every / 2) % every
+    return {"color": look.colour, "marker": look.marker, "markerfacecolor": look.face, "markevery": (start, every)}
 
 
 def _log_axis(ax: Axes) -> None:
@@ -100,11 +109,12 @@ def load(result: Result, ax: Axes | None = None) -> Axes:
     ax = ax or _new_axes((6.4, 2.8))
     rows = _at_reference(result, result.steps)
     rows = rows[rows["seed"] == rows["seed"].min()]
-    for name, look in looks(result.manifest["allocators"]).items():
+    for turn, (name, look) in enumerate(looks(result.manifest["allocators"]).items()):
         mine = rows[rows["allocator"] == name]
         mine = mine.iloc[:: max(1, -(-len(mine) // MAX_POINTS))]
-        ax.plot(mine["time_s"], mine["running"], color=look.colour, label=f"running, {look.label}")
-        ax.plot(mine["time_s"], mine["waiting"], color=look.colour, linestyle=":", label="waiting")
+        style = _markers(look, turn, len(mine))
+        ax.plot(mine["time_s"], mine["running"], label=f"running, {look.label}", **style)
+        ax.plot(mine["time_s"], mine["waiting"], linestyle=":", label="waiting", **style)
     ax.set_xlabel("time (s, simulated)")
     ax.set_ylabel("requests")
     ax.set_ylim(bottom=0)

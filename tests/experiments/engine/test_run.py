@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvarena.experiments.cli import app
+from kvarena.experiments.engine.figures import PLOTS
 from kvarena.experiments.engine.run import declared_by, run_engine
 from kvarena.experiments.engine.run_config import RunConfig, RunEngineConfig, load_run_config, run_config
 from kvarena.experiments.engine.step_time import GpuTimes, save_gpu_times
 from kvarena.experiments.models import model_shape
 from kvarena.experiments.results import Result, load_result, merge_results
+from matplotlib.axes import Axes
 from typer.testing import CliRunner
 
 REPO = Path(__file__).resolve().parents[3]
@@ -86,6 +89,14 @@ def test_two_allocators_differ_in_nothing_else_and_lie_over_each_other(block: Re
 def folders(block: Result, token: Result, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("results")
     return block.save(root / "block"), token.save(root / "token")
+
+
+@pytest.mark.parametrize("plot", PLOTS.values(), ids=list(PLOTS))
+def test_lines_are_told_apart_without_colours(folders: tuple[Path, Path], plot: Callable[..., Axes]) -> None:
+    for axes in plot(merge_results([load_result(folder) for folder in folders])).figure.axes:
+        styles = [(line.get_marker(), line.get_markerfacecolor(), line.get_linestyle()) for line in axes.lines]
+        assert len({(marker, face == "white", dashes) for marker, face, dashes in styles}) == len(styles) >= 2
+        assert all(line.get_markevery() is not None for line in axes.lines)
 
 
 def test_a_result_folder_is_whole_and_comes_back(folders: tuple[Path, Path], block: Result) -> None:
