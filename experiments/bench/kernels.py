@@ -45,8 +45,8 @@ WORKERS = {"check": 16, "decode": 9, "rest": 9, "safety": 10, "sanitize": 0}
 
 
 def provenance(skipped: dict[str, str]) -> dict[str, Any]:
-    """Card, driver, torch, triton, commit, and which extend kernel ran."""
-    fields = "name,driver_version,power.limit,clocks.max.sm,memory.total"
+    """Card (which one of its kind, too), driver, torch, triton, commit, and which extend kernel ran."""
+    fields = "name,driver_version,power.limit,clocks.max.sm,memory.total,uuid"  # cards of one name differ by 3 %
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         card = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
