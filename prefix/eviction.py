@@ -89,6 +89,8 @@ def order(name: str) -> Order:
     return ORDERS[name]
 
 
+FEW = 64  # outdated entries that are not worth a sweep
+
 Leaf = TypeVar("Leaf", bound=Evictable)
 
 
@@ -98,14 +100,18 @@ class LeafQueue(Generic[Leaf]):
     A touch or a lock does not reach into the heap. An entry is judged when it surfaces: dropped if its node is no
     candidate any more, put back with its present key if that has grown. Cost O(log n) for `offer`, amortised
     O(log n) for `pop`; a touch is free. Serves every order; `lru` has a cheaper queue of its own.
+
+    Where a key can fall (mru), every touch leaves an entry behind that may never surface: once they are the larger
+    part of the heap they are swept out.
     """
 
-    __slots__ = ("_heap", "_key", "_only_grows")
+    __slots__ = ("_heap", "_key", "_left_behind", "_only_grows")
 
     def __init__(self, order: Order) -> None:
         self._key = order.key
         self._only_grows = order.only_grows
         self._heap: list[tuple[Any, int, Leaf]] = []
+        self._left_behind = 0  # entries whose node has a later one; never fewer than there are
 
     def offer(self, node: Leaf) -> None:
         """`node` is a candidate now, or was touched while it is one."""
@@ -113,8 +119,11 @@ class LeafQueue(Generic[Leaf]):
             return
         key = self._key(node)
         if key != node.queued:
+            self._left_behind += node.queued is not None
             node.queued = key
             heapq.heappush(self._heap, (key, node.serial, node))
+            if self._left_behind > FEW and 2 * self._left_behind > len(self._heap):
+                self._sweep()
 
     def pop(self) -> Leaf | None:
         """Take the candidate with the lowest key; None when there is none."""
@@ -140,6 +149,12 @@ class LeafQueue(Generic[Leaf]):
     def clear(self) -> None:
         """Forget all entries (the tree was emptied)."""
         self._heap.clear()
+        self._left_behind = 0
+
+    def _sweep(self) -> None:
+        self._heap = [entry for entry in self._heap if entry[0] == entry[2].queued]
+        heapq.heapify(self._heap)
+        self._left_behind = 0
 
     def __len__(self) -> int:
         """Entries held, outdated ones included."""

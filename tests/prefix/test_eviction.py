@@ -134,3 +134,18 @@ def test_a_touch_costs_the_queue_nothing(queue: Any) -> None:
         leaves[clock % 100].last_access = clock
         queue.offer(leaves[clock % 100])
     assert len(queue) == 100
+
+
+def test_touches_of_an_order_whose_keys_fall_leave_a_bounded_heap() -> None:
+    """And what is swept out of it is never the entry that counts."""
+    queue = queue_for(order("mru"))
+    leaves = [Leaf(number, number) for number in range(100)]
+    for leaf in leaves:
+        queue.offer(leaf)
+    for clock in range(100, 10_000):
+        leaf = leaves[clock * 7 % 100]
+        leaf.last_access = clock
+        queue.offer(leaf)
+        assert len(queue) <= 300
+    gone = [queue.pop() for _ in range(101)]
+    assert gone == [*sorted(leaves, key=lambda leaf: -leaf.last_access), None]
