@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from kvarena.allocators import block_publish
 from kvarena.allocators.block_rows import Row
 from kvarena.allocators.fork_rules import check_child, check_range, shared_tokens, start_child
-from kvarena.allocators.interface import Commit, EventKind, Fork, PageCopy, PageIds, Sequence
+from kvarena.allocators.interface import PADDING_PAGE, Commit, EventKind, Fork, PageCopy, PageIds, Sequence
 
 if TYPE_CHECKING:
     from kvarena.allocators.block import BlockAllocator
@@ -36,6 +36,7 @@ def fork(allocator: BlockAllocator, parent: Sequence, child: Sequence, num_token
     computed = shared_tokens(parent, written, num_tokens)
     full, rest = divmod(computed, allocator.page_size)
     check_child(parent, child, computed, child.request_id in allocator._rows or child.request_id in allocator._pins)
+    _check_window(allocator, row, computed)
     ahead = parent.num_computed_tokens > row.committed or written > computed
     being_written = rest > 0 and (row.published > full or ahead)
     if being_written and not _has_page(allocator, child):
@@ -55,6 +56,16 @@ def fork(allocator: BlockAllocator, parent: Sequence, child: Sequence, num_token
         allocator.events.add(EventKind.FORK, child.request_id, filter(None, new.pages[:num_pages]), parent.request_id)
     commit = Commit(parent, duplicates=duplicates) if duplicates else row.nothing_published()
     return Fork(parent, child, copies, commit, evicted)
+
+
+def _check_window(allocator: BlockAllocator, row: Row, computed: int) -> None:
+    """Raise ValueError when a child of `computed` tokens still sees what the parent's window has left behind."""
+    window, size = allocator.design.sliding_window, allocator.page_size
+    if window is not None and PADDING_PAGE in row.pages[max(computed - window + 1, 0) // size : -(-computed // size)]:
+        raise ValueError(
+            f"num_tokens: expected more than {computed}: request {row.seq.request_id!r} has left pages behind its "
+            f"window of {window} tokens that a child of so few would still see"
+        )
 
 
 def prepare_write(allocator: BlockAllocator, seq: Sequence, start: int, end: int) -> list[PageCopy] | None:

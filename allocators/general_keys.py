@@ -14,7 +14,7 @@ from typing import Any
 
 from kvarena.allocators.config import Design
 from kvarena.allocators.interface import Sequence
-from kvarena.allocators.token_keys import TokenKeys
+from kvarena.allocators.token_keys import TokenKeys, refuse_items
 from kvarena.prefix.page_text import TOKEN_BYTES, encode, page_extras
 
 PageKey = Hashable
@@ -100,6 +100,7 @@ class TokenIdKeys(PageKeys):
 
     def check(self, seq: Sequence, start: int = 0) -> None:
         if seq.page_hashes is None:
+            refuse_items(seq)
             self._keys.refuse_reserved(seq, start)
 
     def forget(self) -> None:

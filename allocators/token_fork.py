@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from kvarena.allocators import token_publish
 from kvarena.allocators.fork_rules import check_child, check_range, shared_tokens, start_child
-from kvarena.allocators.interface import Commit, EventKind, Fork, PageCopy, Sequence
+from kvarena.allocators.interface import Commit, EventKind, Fork, PageCopy, PageIds, Sequence
+from kvarena.allocators.token_keys import refuse_items
 from kvarena.allocators.token_row import Row, join_own
 
 if TYPE_CHECKING:
@@ -25,38 +26,37 @@ def fork(allocator: TokenAllocator, parent: Sequence, child: Sequence, num_token
     """Checkpoint the parent, lock its node for the child, copy what the tree does not take. O(pages).
 
     Not in the tree are a partial page, pages of generated tokens under given page hashes, and, without a prefix
-    cache, everything. None: no row is free, or no room for the copies.
+    cache, everything. None: no row is free, or no room for the copies. With `num_tokens` the tree may hold more of
+    the parent than is shared: the child locks as much of its path.
     """
     row = _admitted(allocator._touched_row(parent))
     computed = shared_tokens(parent, min(parent.num_computed_tokens, parent.num_tokens), num_tokens)
     check_child(parent, child, computed, child.request_id in allocator._rows)
-    if computed > parent.num_prefill_tokens:
-        allocator._keys.refuse_reserved(parent, parent.num_prefill_tokens)
-    num_pages = -(-computed // allocator.page_size)
-    if not _fits(allocator, child, num_pages - _pages_in_tree(allocator, row, computed)):
+    if allocator._prefix_cache:
+        refuse_items(child)
+        allocator._keys.refuse_reserved(child)  # what it shares is the parent's, so that is looked at too
+    num_pages, protected = -(-computed // allocator.page_size), _pages_in_tree(allocator, row, computed)
+    if not _fits(allocator, child, num_pages - protected):
         return None
     commit = _checkpoint(allocator, row, computed)
-    count = num_pages - row.protected
+    node, count = allocator.tree.border(row.node, row.protected, protected), num_pages - protected
     evicted = allocator._evict(count - allocator._free.count, child.request_id)
     if allocator._free.need_sort and count > allocator._free.num_ready:
         allocator._free.merge()
     taken = allocator._free.take(count)
-    copies = tuple(map(PageCopy, row.page_ids[row.protected : num_pages], taken))
-    shared = row.page_ids[: row.protected]
-    new = Row(child, allocator._free_rows.pop(), row.node, shared + taken, row.width)
-    new.protected = row.protected
+    copies = tuple(map(PageCopy, row.page_ids[protected:num_pages], taken))
+    shared = row.page_ids[:protected]
+    new = Row(child, allocator._free_rows.pop(), node, shared + taken, row.width)
+    new.protected = protected
     new.admitted = new.checkpointed = True
-    allocator.tree.lock(row.node)
+    allocator.tree.lock(node)
     allocator._rows[child.request_id] = new
     start_child(child, computed)
     new.prefilled = computed >= child.num_prefill_tokens
+    made = Fork(parent, child, copies, commit, evicted)
     if allocator.events.enabled:
-        allocator.events.add(EventKind.FORK, child.request_id, shared, parent.request_id)
-        if taken:
-            allocator.events.add(EventKind.RESERVE, child.request_id, taken)
-        for copy in copies:
-            allocator.events.add(EventKind.COPY, child.request_id, (copy.src, copy.dst))
-    return Fork(parent, child, copies, commit, evicted)
+        _note(allocator, made, shared, taken)
+    return made
 
 
 def prepare_write(allocator: TokenAllocator, seq: Sequence, start: int, end: int) -> list[PageCopy]:
@@ -73,9 +73,10 @@ def _admitted(row: Row) -> Row:
 
 
 def _pages_in_tree(allocator: TokenAllocator, row: Row, computed: int) -> int:
+    """Whole pages of the first `computed` tokens that the tree holds once they are checkpointed."""
     if not allocator._prefix_cache:
-        return row.protected
-    return max(row.protected, allocator._keys.num_pages(row.seq, computed))
+        return 0
+    return min(max(row.protected, allocator._keys.num_pages(row.seq, computed)), computed // allocator.page_size)
 
 
 def _fits(allocator: TokenAllocator, child: Sequence, count: int) -> bool:
@@ -87,6 +88,15 @@ def _fits(allocator: TokenAllocator, child: Sequence, count: int) -> bool:
         allocator._refuse(child, "no room")
         return False
     return True
+
+
+def _note(allocator: TokenAllocator, made: Fork, shared: PageIds, taken: PageIds) -> None:
+    events, child = allocator.events, made.child.request_id
+    events.add(EventKind.FORK, child, shared, made.parent.request_id)
+    if taken:
+        events.add(EventKind.RESERVE, child, taken)
+    for copy in made.copies:
+        events.add(EventKind.COPY, child, (copy.src, copy.dst))
 
 
 def _checkpoint(allocator: TokenAllocator, row: Row, computed: int) -> Commit:

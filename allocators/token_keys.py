@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import cast
 
 import numpy as np
@@ -51,20 +52,22 @@ class TokenKeys:
     def num_pages(self, seq: Sequence, num_tokens: int) -> int:
         """Whole pages among the first `num_tokens` tokens whose content is known.
 
-        Of a sequence with page hashes, pages of generated tokens have no name, so nobody could find them.
+        Of a sequence with page hashes, pages of generated tokens have no name, so nobody could find them, and so it
+        is with pages of the prompt for which none was given.
         """
-        if seq.page_hashes is not None:
-            num_tokens = min(num_tokens, seq.num_prompt_tokens)
-        return num_tokens // self.page_size
+        if seq.page_hashes is None:
+            return num_tokens // self.page_size
+        return min(min(num_tokens, seq.num_prompt_tokens) // self.page_size, len(seq.page_hashes))
 
     def prefix(self, seq: Sequence, num_tokens: int) -> bytes:
         """Key bytes of the whole pages among the first `num_tokens` tokens, at times with those of a part of a page
         behind them; checks all tokens of the sequence."""
         if _any_negative(seq.token_ids):
             self.refuse_reserved(seq)
-        if seq.page_hashes is not None or seq.extra_keys:
-            return self.key(seq, 0, self.num_pages(seq, num_tokens))
-        return seq.token_ids.tobytes()[: num_tokens * TOKEN_BYTES]  # all of it: the same object, no copy
+        if seq.page_hashes is None and not seq.extra_keys:
+            return seq.token_ids.tobytes()[: num_tokens * TOKEN_BYTES]  # all of it: the same object, no copy
+        refuse_items(seq)
+        return self.key(seq, 0, self.num_pages(seq, num_tokens))
 
     def key(self, seq: Sequence, start: int, end: int) -> bytes:
         """Key bytes of pages [start, end)."""
@@ -117,6 +120,18 @@ def _any_negative(tokens: array[int]) -> bool:
     """Is one of these below zero? Almost never. Half a microsecond for 4,000: `argmin` has none of the overhead that
     `min` has, and copies nothing where the buffer can be written to."""
     return len(tokens) > 0 and tokens[np.frombuffer(tokens, INT32).argmin()] < 0
+
+
+def refuse_items(seq: Sequence) -> None:
+    """Raise ValueError for an item that lies nowhere, and for two at one position: a key has room for one of them."""
+    end = 0
+    for offset, length, content in sorted(_items(seq), key=itemgetter(0)):
+        if offset < end or length < 1:
+            raise ValueError(
+                f"request {seq.request_id!r}: extra_keys: expected offset >= {end}, behind the item before, and "
+                f"length >= 1, found ({offset}, {length}, {content!r})"
+            )
+        end = offset + length
 
 
 def _items(seq: Sequence) -> tuple[tuple[int, int, Hashable], ...]:

@@ -79,7 +79,9 @@ def checkpoint(allocator: TokenAllocator, row: Row, num_tokens: int) -> tuple[li
     if seq.num_prompt_tokens < num_tokens:
         prompt = seq.num_prompt_tokens // allocator.page_size
         if 0 < prompt < end and (prompt != start or tree.uses_priority):
-            tree.border(node, end, prompt)
+            above = tree.border(node, end, prompt)
+            if tree.uses_priority:
+                tree.raise_priority(above)
     return runs, new
 
 
@@ -98,7 +100,7 @@ def nameable(allocator: TokenAllocator, row: Row) -> int:
     if computed <= prefill and row.prefilled:
         return computed  # checked when it was matched
     computed = min(computed, seq.num_tokens, len(row.page_ids) * allocator.page_size)
-    if computed > prefill:
+    if computed > prefill and allocator._prefix_cache:
         allocator._keys.refuse_reserved(seq, prefill)
     return computed
 

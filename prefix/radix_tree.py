@@ -183,22 +183,22 @@ class RadixTree:
         if self._requeues:
             self._requeue(node)
 
-    def border(self, node: Node, end: int, at: int) -> None:
-        """Put a node border at page `at` of the path to `node`, which ends at page `end`, and raise the priority of
-        what lies above it by one (SGLang 0.5.22: the prompt outlives what was generated from it)."""
-        start = end - len(node.pages)
-        while node.parent is not None and start > at:
+    def border(self, node: Node, end: int, at: int) -> Node:
+        """The node that ends at page `at` of the path to `node`, which ends at page `end`; splits the edge that
+        has `at` inside. Cost: one step a node between the two."""
+        while end > at:
+            size = len(node.pages)
+            start = end - size
+            if start < at:
+                return self._split(node, (at - start) * (len(node.edge) // size))
+            node, end = node.parent, start
+        return node
+
+    def raise_priority(self, node: Node) -> None:
+        """The path to `node` is worth 1 at least (SGLang 0.5.22: a prompt outlives what was generated from it)."""
+        while node.parent is not None and not node.priority:
+            node.priority = 1
             node = node.parent
-            start -= len(node.pages)
-        if node.parent is None:
-            return
-        size = len(node.pages)
-        if start == at:
-            node = node.parent
-        elif start + size > at:
-            node = self._split(node, (at - start) * (len(node.edge) // size))
-        if self.uses_priority:
-            _raise_priority(node, 1)
 
     def count_hit(self, node: Node, until: Node | None = None) -> None:
         """One more request used the path from `node` up to, but not including, `until` (default: all of it)."""
@@ -392,9 +392,3 @@ def common_pages(edge: bytes, key: bytes, at: int, width: int, stop: int | None 
         else:
             high = middle - 1
     return low
-
-
-def _raise_priority(node: Node, least: int) -> None:
-    while node.parent is not None and node.priority < least:
-        node.priority = least
-        node = node.parent

@@ -554,6 +554,69 @@ def test_a_token_fork_refuses_to_publish_a_token_of_the_reserved_range() -> None
     assert repr(allocator) == text
 
 
+@pytest.mark.parametrize("num_tokens", [2, 6])
+def test_a_child_with_a_token_of_the_reserved_range_is_refused(num_tokens: int) -> None:
+    """Its own tokens are published as they come: one from the range would be taken for an image."""
+    allocator = pool("token", page_size=1)
+    parent = live(allocator, "p", range(6))
+    text = repr(allocator)
+    child = Sequence("c", [*range(num_tokens), -(2**31), -(2**31) + 1])
+    with pytest.raises(ValueError, match=f"request c: .* position {num_tokens} .* reserved for images"):
+        allocator.fork(parent, child, num_tokens)
+    assert repr(allocator) == text
+    image = Sequence("i", [*range(num_tokens), 7, 7], extra_keys=[(num_tokens, 2, "cat")])
+    assert allocator.match(image).hit_tokens == num_tokens
+
+
+@pytest.mark.parametrize("child_first", [False, True])
+@pytest.mark.parametrize("page_size", [1, 3, 4, 16])
+@pytest.mark.parametrize("design", ALL)
+def test_a_child_of_fewer_tokens_holds_their_pages_and_no_more(design: str, page_size: int, child_first: bool) -> None:
+    """However much of the parent the cache holds, in one edge or in several."""
+    length = 3 * page_size + 1
+    for num_tokens in range(1, length + 1):
+        allocator = pool(design, num_pages=32, page_size=page_size)
+        first = live(allocator, "first", range(2 * page_size))
+        parent = live(allocator, "p", range(length))
+        child = Sequence("c", [*range(num_tokens), *range(100, 100 + page_size)])
+        made = allocator.fork(parent, child, num_tokens)
+        allocator.check()
+        whole = num_tokens // page_size
+        own, parents = allocator.page_ids(child), allocator.page_ids(parent)
+        assert own[:whole] == parents[:whole]
+        assert len(own) == whole + len(made.copies) or num_tokens == length
+        assert all(copy.src == parents[whole] and copy.dst == own[whole] for copy in made.copies)
+        assert allocator.prepare_write(child, num_tokens, child.num_tokens) is not None
+        assert allocator.extend(child, page_size) is not None
+        allocator.commit([(child, child.num_tokens)])
+        allocator.check()
+        assert list(allocator.page_ids(parent)) == list(parents)
+        for seq in (child, parent, first) if child_first else (parent, first, child):
+            allocator.release([seq], Release.FINISH)
+            allocator.check()
+        assert allocator.capacity().in_use == 0
+        hits = [allocator.match(Sequence("m", seq.token_ids)).hit_tokens for seq in (parent, child)]
+        assert hits == [seq.num_tokens // page_size * page_size for seq in (parent, child)]
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 29))
+def test_a_child_that_would_see_what_a_window_left_behind_is_refused(num_tokens: int) -> None:
+    window, size = 6, 4
+    allocator = pool("hashed", num_pages=40, page_size=size, sliding_window=window)
+    parent = live(allocator, "p", range(20))
+    for token in range(8):
+        write(allocator, parent, token)
+    gone = list(allocator.page_ids(parent)).count(0)
+    child, text = Sequence("c", parent.token_ids[:num_tokens]), repr(allocator)
+    if max(num_tokens - window + 1, 0) < min(gone * size, num_tokens):
+        with pytest.raises(ValueError, match="left pages behind its window of 6 tokens"):
+            allocator.fork(parent, child, num_tokens)
+        assert repr(allocator) == text
+    else:
+        assert allocator.fork(parent, child, num_tokens) is not None
+    allocator.check()
+
+
 @pytest.mark.parametrize("reserve_first", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_prepared_page_serves_nobody_before_its_reserve_is_granted(form: str, reserve_first: bool) -> None:

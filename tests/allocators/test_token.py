@@ -350,6 +350,21 @@ def test_without_a_prefix_cache_nothing_is_shared_or_kept() -> None:
         assert not set(allocator.page_ids(pair[0])) & set(allocator.page_ids(pair[1]))
 
 
+def test_without_a_prefix_cache_every_generated_token_ends_well() -> None:
+    """No id is refused where none is looked up: a finish and a fork take what the pin took."""
+    allocator = make(page_size=1, prefix_cache=False)
+    seq = Sequence("a", [-(2**31), 3])
+    prefill(allocator, seq)
+    seq.append(-(2**31) + 1)
+    allocator.extend(seq, 1)
+    allocator.commit([(seq, 3)])
+    child = Sequence("c", seq.token_ids)
+    assert allocator.fork(seq, child) is not None
+    allocator.release([seq, child], Release.FINISH)
+    allocator.check()
+    assert allocator.room() == (32, 0)
+
+
 # --- what separates sequences ---
 
 
@@ -407,6 +422,22 @@ def test_an_image_that_was_cut_by_the_hit_is_continued_rightly() -> None:
     assert run_through(allocator, image_prompt("a", (2, 12, "p"), length=9)) == 0
     assert run_through(allocator, image_prompt("b", (2, 12, "p"), length=17)) == 8
     assert run_through(allocator, image_prompt("c", (2, 12, "p"), length=17)) == 16
+
+
+@pytest.mark.parametrize("form", ["auto", "general"])
+@pytest.mark.parametrize(
+    "items",
+    [[(0, 4, "p"), (0, 4, "q")], [(0, 8, "p"), (2, 2, "q")], [(4, 4, "q"), (2, 3, "p")], [(-1, 2, "p")], [(3, 0, "p")]],
+)
+def test_items_that_overlap_or_lie_nowhere_are_refused(items: list[tuple[int, int, str]], form: str) -> None:
+    """One of two items at one position would be lost from the key: other content would be a hit."""
+    allocator = make_allocator({"kind": "token", "page_size": 4, "form": form}, num_pages=32)
+    assert prefill(allocator, Sequence("plain", [9] * 16)) == 0
+    for verb in (allocator.pin, allocator.match):
+        with pytest.raises(ValueError, match=r"request 'a': extra_keys: expected offset >= \d+, .* found"):
+            verb(Sequence("a", [9] * 16, extra_keys=items))
+    allocator.check()
+    assert allocator.pin(Sequence("b", [9] * 16, extra_keys=[(4, 2, "q"), (2, 2, "p"), (6, 99, "r")])) is not None
 
 
 @pytest.mark.parametrize("token", [-(2**31), -(2**30) - 1])
@@ -505,6 +536,23 @@ def test_hashed_sequences_hit_as_the_tokens_behind_them_would() -> None:
         assert one == two
         assert hashed.room() == plain.room()
         hashed.check()
+
+
+@pytest.mark.parametrize("form", ["auto", "general"])
+@pytest.mark.parametrize("given", range(8))
+def test_pages_of_a_prompt_without_a_name_stay_private(given: int, form: str) -> None:
+    """A trace that names fewer pages than the prompt has, or more."""
+    allocator = make_allocator({"kind": "token", "page_size": 4, "form": form}, num_pages=32)
+    for name, hit in (("a", 0), ("b", 4 * min(given, 4))):
+        seq = Sequence(name, page_hashes=range(given), num_tokens=20)
+        assert prefill(allocator, seq) == hit
+        allocator.check()
+        seq.append(0)
+        allocator.extend(seq, 1)
+        allocator.commit([(seq, 21)])
+        allocator.release([seq], Release.FINISH)
+        allocator.check()
+        assert allocator.room() == (32 - min(given, 5), min(given, 5))
 
 
 def test_generated_tokens_of_a_hashed_sequence_are_never_found() -> None:

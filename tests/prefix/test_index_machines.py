@@ -369,7 +369,10 @@ class TokenTree(RuleBasedStateMachine):
             node, mine = self.locks[which % len(self.locks)]
             end = len(mine.path())
             if at <= end:
-                self.tree.border(node, end, at)
+                above = self.tree.border(node, end, at)
+                assert list(self.tree.path_pages(above)) == mine.path()[:at]
+                if self.tree.uses_priority:
+                    self.tree.raise_priority(above)
                 self.model.border(mine, at)
 
     @rule(count=st.integers(1, 6))

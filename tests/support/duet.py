@@ -282,19 +282,22 @@ class Duet:
     def reset(self) -> None:
         same("reset", self.ours.reset(), self.model.reset())
 
-    def fork(self, choice: int, tail: list[int], whole_prompt: bool) -> None:
-        """A child of some live request, with tokens of its own behind what it shares."""
+    def fork(self, choice: int, tail: list[int], whole_prompt: bool, fewer: int = 0) -> None:
+        """A child of some live request, with tokens of its own behind what it shares: all, or `fewer` tokens less."""
         pair = self._live(choice, lambda pair: not pair.pinned and pair.facts.computed > 0)
         if pair is None or len(self.pairs) >= MAX_LIVE:
             return
         self.count += 1
         facts = pair.facts
         written = min(facts.computed, len(facts.tokens))
-        tokens = facts.tokens[:written] + tail
+        complete = written <= (self.design.sliding_window or written)  # of no page that a window left behind
+        num_tokens = max(written - fewer, 1) if fewer and complete else None
+        tokens = facts.tokens[: num_tokens or written] + tail
         prompt = len(tokens) if whole_prompt else min(facts.prompt, len(tokens))
         child = Facts(f"r{self.count}", tokens, facts.namespace, facts.items, prompt=prompt)
         seq = Sequence(child.name, tokens, num_prompt_tokens=prompt, namespace=facts.namespace, extra_keys=facts.items)
-        made, expected = self.ours.fork(pair.seq, seq), self.model.fork(facts.name, child)
+        made = self.ours.fork(pair.seq, seq, num_tokens)
+        expected = self.model.fork(facts.name, child, num_tokens)
         same("fork refused", made is None, expected is None)
         if made is not None:
             same("copies of the fork", [(copy.src, copy.dst) for copy in made.copies], expected[0])

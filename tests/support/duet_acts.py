@@ -154,7 +154,9 @@ class RandomActs:
         self.duet.release([self._number() for _ in range(self.rng.randint(1, 2))], self.rng.choice(reasons))
 
     def _fork(self) -> None:
-        self.duet.fork(self._number(), self._tokens()[:3] if self.rng.random() < 0.6 else [], self.rng.random() < 0.4)
+        tail = self._tokens()[:3] if self.rng.random() < 0.6 else []
+        fewer = self._number() if self.rng.random() < 0.4 else 0
+        self.duet.fork(self._number(), tail, self.rng.random() < 0.4, fewer)
 
     def _evict(self) -> None:
         self.duet.evict(self.rng.randrange(20))

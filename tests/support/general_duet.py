@@ -25,7 +25,7 @@ class GeneralDuet(Duet):
         self.ours = GeneralAllocator(self.num_pages, general, num_rows=self.num_rows)
         self.host = HostTier(self.ours, self.host_pages)
 
-    def fork(self, choice: int, tail: list[int], whole_prompt: bool) -> None:
+    def fork(self, choice: int, tail: list[int], whole_prompt: bool, fewer: int = 0) -> None:
         """Nothing: see the module's head."""
 
     def _same_row(self, pair: Pair) -> None:

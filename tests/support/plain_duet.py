@@ -57,7 +57,7 @@ class PlainDuet(Duet):
     def _row(self, facts: Facts) -> list[int]:
         return list(self.model.holds[facts.name].row)
 
-    def fork(self, choice: int, tail: list[int], whole_prompt: bool) -> None:
+    def fork(self, choice: int, tail: list[int], whole_prompt: bool, fewer: int = 0) -> None:
         """Neither baseline forks."""
 
     def match(self, tokens: list[int], shared: int, item: int, namespace: int) -> None:

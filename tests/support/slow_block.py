@@ -312,14 +312,18 @@ class SlowBlock:
 
     # --- fork ---
 
-    def fork(self, parent: str, child: Facts) -> tuple[list[tuple[int, int]], list[int]] | None:
+    def fork(
+        self, parent: str, child: Facts, num_tokens: int | None = None
+    ) -> tuple[list[tuple[int, int]], list[int]] | None:
         row = self.rows[parent]
-        computed = min(row.written, row.facts.computed)
+        written = min(row.written, row.facts.computed)
+        computed = num_tokens or written
         full, rest = divmod(computed, self.size)
-        being_written = rest > 0 and (row.offered > full or row.facts.computed > row.written)
+        ahead = row.facts.computed > row.written or written > computed
+        being_written = rest > 0 and (row.offered > full or ahead)
         if being_written and not self._has_page():
             return None
-        self._offer(row, computed)
+        self._offer(row, written)
         shared = full + (1 if rest and not being_written else 0)
         offered = min(row.offered, full)
         new = SlowRow(child, row.pages[:shared], offered, offered, computed, held=True, granted=computed)

@@ -266,28 +266,33 @@ class SlowToken(TokenOracle):
         self.free_rows = list(range(1, self.num_rows + 1))
         return True
 
-    def fork(self, parent: str, child: Facts) -> tuple[list[tuple[int, int]], list[int]] | None:
+    def fork(
+        self, parent: str, child: Facts, num_tokens: int | None = None
+    ) -> tuple[list[tuple[int, int]], list[int]] | None:
         hold = self.holds[parent]
-        computed = min(hold.facts.computed, len(hold.facts.tokens))
+        computed = num_tokens or min(hold.facts.computed, len(hold.facts.tokens))
         covered = pages(computed, self.size)
-        in_tree = max(hold.protected, computed // self.size) if self.cache else hold.protected
+        in_tree = computed // self.size if self.cache else 0
         if not self.free_rows or covered - in_tree > self.num_free() + self.evictable():
             return None
-        duplicates = [page for run in self._publish(hold, computed) for page in run]
-        if duplicates:
+        runs = self._publish(hold, max(computed, hold.protected * self.size))
+        if duplicates := [page for run in runs for page in run]:
             self._put(duplicates)
-        count = covered - hold.protected
-        evicted = self._evict_pages(count - self.num_free())
-        taken = self._take(count)
-        own = hold.row[: hold.protected] + taken
-        new = SlowHold(child, self.free_rows.pop(), own, hold.node, hold.protected, hold.protected, admitted=True)
-        self._lock(hold.node, 1)
+        node = hold.node
+        if in_tree < hold.protected:
+            self._enter(hold.facts)
+            node = self._match(self._key(hold.facts, computed))
+        evicted = self._evict_pages(covered - in_tree - self.num_free())
+        taken = self._take(covered - in_tree)
+        own = hold.row[:in_tree] + taken
+        new = SlowHold(child, self.free_rows.pop(), own, node, in_tree, in_tree, admitted=True)
+        self._lock(node, 1)
         self.holds[child.name] = new
         child.computed = computed
         if child.prompt <= computed:
             child.prefill = computed
         new.prefilled = computed >= child.prefill
-        return list(zip(hold.row[hold.protected : covered], taken, strict=True)), evicted
+        return list(zip(hold.row[in_tree:covered], taken, strict=True)), evicted
 
     def counts(self) -> dict[str, int]:
         free, evictable = self.num_free(), self.evictable()

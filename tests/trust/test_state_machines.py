@@ -133,9 +133,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.duet.release(choices, reason)
 
     @precondition(lambda self: self.duet.pairs)
-    @rule(choice=SMALL, tail=st.lists(st.integers(0, 1), max_size=3), whole_prompt=st.booleans())
-    def fork(self, choice: int, tail: list[int], whole_prompt: bool) -> None:
-        self.duet.fork(choice, tail, whole_prompt)
+    @rule(choice=SMALL, tail=st.lists(st.integers(0, 1), max_size=3), whole_prompt=st.booleans(), fewer=SMALL)
+    def fork(self, choice: int, tail: list[int], whole_prompt: bool, fewer: int) -> None:
+        self.duet.fork(choice, tail, whole_prompt, fewer)
 
     @rule(tokens=st.integers(0, 30))
     def evict(self, tokens: int) -> None:
