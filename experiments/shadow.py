@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from kvarena.allocators.interface import (
@@ -46,9 +47,9 @@ class Contents:
     def note(self, actor: Actor) -> None:
         """Number the positions of a sequence that have none yet."""
         seq = actor.seq
+        items: Any = sorted(seq.extra_keys, key=itemgetter(0))  # whoever lists them otherwise has the same content
         for position in range(len(actor.content), seq.num_tokens):
             before = actor.content[-1] if position else ("start", seq.namespace)
-            items: tuple[Any, ...] = seq.extra_keys
             images = tuple(item for item in items if item[0] <= position)
             below = any(position < start + length for start, length, _ in images)
             key = (before, None if below else seq.token_ids[position], images)

@@ -38,3 +38,12 @@ def test_a_hit_on_an_image_over_another_placeholder_is_no_violation(seed: int, u
     """In these runs two prompts with one image differ in nothing but its placeholder; the token design shares it."""
     pool = make_allocator("token", num_pages=12, page_size=1, eviction_order="mru", eviction_unit=unit)
     RandomOps(pool, seed).run(300)
+
+
+def test_the_order_in_which_images_are_listed_is_no_content() -> None:
+    contents = Contents()
+    items = [(0, 2, "cat"), (3, 2, "dog")]
+    actors = [Actor(Sequence(f"r{step}", PROMPT, extra_keys=items[::step])) for step in (1, -1)]
+    for actor in actors:
+        contents.note(actor)
+    assert actors[0].content == actors[1].content
