@@ -79,6 +79,36 @@ class PrefixTree:
         return at // 4, source
 
 
+class IdLengths:
+    """How many tokens of each hash id a prompt has had so far: a last id that is cut off stands for fewer than `grain`.
+
+    >>> import numpy as np
+    >>> lengths = IdLengths()
+    >>> lengths.add(np.array([0, 1], "int32"), 700, 512)
+    >>> lengths.tokens(np.array([0, 1, 2], "int32"), 2, 1500, 512)
+    700
+    """
+
+    def __init__(self) -> None:
+        self._most: dict[Any, NDArray[np.int64]] = {}
+
+    def add(self, ids: NDArray[np.int32], num_tokens: int, grain: int, namespace: Any = None) -> None:
+        """Take a prompt of `num_tokens` tokens with these ids, int32 [n], 0 or above."""
+        import numpy as np
+
+        top, most = int(ids.max()) + 1, self._most.get(namespace, np.zeros(0, np.int64))
+        if top > len(most):
+            most = self._most[namespace] = np.concatenate([most, np.zeros(2 * top - len(most), np.int64)])
+        most[ids[:-1]] = grain
+        most[ids[-1]] = max(int(most[ids[-1]]), num_tokens - (len(ids) - 1) * grain)
+
+    def tokens(self, ids: NDArray[np.int32], known: int, num_tokens: int, grain: int, namespace: Any = None) -> int:
+        """Tokens of the first `known` ids that earlier prompts had, of a prompt of `num_tokens`."""
+        if not known:
+            return 0
+        return min((known - 1) * grain + int(self._most[namespace][ids[known - 1]]), num_tokens)
+
+
 def _common(edge: bytes, data: bytes, at: int) -> int:
     """Bytes, in whole ids, that `edge` and `data[at:]` share."""
     if data.startswith(edge, at):
@@ -119,16 +149,19 @@ def measure_reuse(requests: Sequence[Request], *, replies: bool = False) -> Reus
 
     replies: what is published includes each reply but its last token, whose KV is never written.
     Replies under ids of their own (`outputs.py`) in a trace of coarser ids serve nothing and are left out.
-    A trace of hash ids is walked id by id (`grain` tokens each): its last, partial id is matched only by an equal
-    prompt end, so the count is exact.
+    A trace of hash ids is walked id by id (`grain` tokens each). A last id that is cut off should be an id of its own;
+    where it stands for more tokens in another prompt, those that both have are known.
     """
-    tree = PrefixTree()
+    tree, lengths = PrefixTree(), IdLengths()
     prefix, source = [], []
     grain, fine = 1, replies and any(map(_has_tokens_of_later_prompts, requests))
     for index, request in enumerate(requests):
         ids, grain = (request.prompt_ids(), 1) if fine else _ids(request)
         known, brought_by = tree.add(ids, index, request.namespace)
-        prefix.append(min(known * grain, request.num_prompt_tokens))
+        if grain > 1:
+            known = lengths.tokens(ids, known, request.num_prompt_tokens, grain, request.namespace)
+            lengths.add(ids, request.num_prompt_tokens, grain, request.namespace)
+        prefix.append(min(known, request.num_prompt_tokens))
         source.append(brought_by)
         reply = request.reply_ids() if replies and grain == 1 else None
         if reply is not None and len(reply) > 1:

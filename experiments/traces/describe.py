@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from kvarena.experiments.ceilings import PrefixTree, ceiling_tokens
+from kvarena.experiments.ceilings import IdLengths, PrefixTree, ceiling_tokens
 from kvarena.experiments.traces.base import Request, Trace, Visible
 from kvarena.experiments.traces.visible import IN_FLIGHT_S, ChainCheck, VisibleMeasure
 
@@ -59,6 +59,7 @@ class _Survey:
         self._chains = ChainCheck()
         self._ages: list[float] = []
         self._prompts = PrefixTree()
+        self._lengths = IdLengths()
         self._with_replies = PrefixTree()
         self._inputs: list[int] = []
         self._outputs: list[int] = []
@@ -84,7 +85,9 @@ class _Survey:
         self._chains.feed(request)
         ids = request.prompt_ids() if request.hash_ids is None else request.hash_ids
         known, source = self._prompts.add(ids, index, request.namespace)
-        known *= request.grain
+        if request.grain > 1:
+            known = self._lengths.tokens(ids, known, request.num_prompt_tokens, request.grain, request.namespace)
+            self._lengths.add(ids, request.num_prompt_tokens, request.grain, request.namespace)
         if source >= 0:
             self._ages.append(request.arrival_s - self._arrivals[source])
         self._known["prompts"].append(min(known, request.num_prompt_tokens))

@@ -160,6 +160,11 @@ class Scan:
                 f"{self.chains.unchained} ids stand behind different ids on different rows: they name content, not "
                 "prefixes, and a hit on them may be false"
             )
+        if self.chains.uneven:
+            found.append(
+                f"{self.chains.uneven} ids stand for fewer tokens on one row than on another: a last block that is cut "
+                "off should have an id of its own; here the tokens that both have count as equal"
+            )
         found += [f"{count} rows dropped: {reason}" for reason, count in self.dropped.items()]
         return found
 

@@ -171,27 +171,44 @@ class _Replies:
 
 
 class ChainCheck:
-    """Counts ids that stand behind different ids on different rows: prefix ids never do, content ids do."""
+    """Counts ids that stand behind different ids on different rows (prefix ids never do, content ids do), and ids that
+    are a cut-off last block on one row and longer on another."""
 
     def __init__(self) -> None:
         self._parents = np.full(1024, _UNSEEN, np.int64)
+        self._tokens = np.zeros(1024, np.int64)
         self._bad: set[int] = set()
+        self._uneven: set[int] = set()
 
     @property
     def unchained(self) -> int:
         return len(self._bad)
+
+    @property
+    def uneven(self) -> int:
+        return len(self._uneven)
 
     def feed(self, request: Request) -> None:
         """Takes one request with dense ids; requests with token ids say nothing here."""
         ids = request.hash_ids
         if ids is None:
             return
-        top = int(ids.max()) + 1
-        if top > len(self._parents):
-            room = np.full(2 * top, _UNSEEN, np.int64)
-            room[: len(self._parents)] = self._parents
-            self._parents = room
+        self._make_room(int(ids.max()) + 1)
+        self._check_lengths(request, ids)
         parents = np.concatenate([[-1], ids[:-1]])
         known = self._parents[ids]
         self._bad.update(ids[(known != parents) & (known != _UNSEEN)].tolist())
         self._parents[ids] = np.where(known == _UNSEEN, parents, known)
+
+    def _check_lengths(self, request: Request, ids: NDArray[np.int32]) -> None:
+        tokens = np.full(len(ids), request.grain, np.int64)
+        tokens[-1] = request.num_prompt_tokens - (len(ids) - 1) * request.grain
+        known = self._tokens[ids]
+        self._uneven.update(ids[(known != tokens) & (known != 0)].tolist())
+        self._tokens[ids] = np.maximum(tokens, known)
+
+    def _make_room(self, top: int) -> None:
+        if top > len(self._parents):
+            added = 2 * top - len(self._parents)
+            self._parents = np.concatenate([self._parents, np.full(added, _UNSEEN, np.int64)])
+            self._tokens = np.concatenate([self._tokens, np.zeros(added, np.int64)])

@@ -45,6 +45,28 @@ def test_replies_count_but_their_last_token():
     assert measure_reuse(rows, replies=True).prefix_tokens == [0, 4]
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_an_id_that_is_cut_off_in_one_prompt_and_longer_in_another_serves_what_both_have(seed):
+    rng = np.random.default_rng(seed)
+    made = []
+    for index in range(30):
+        chain = int(rng.integers(3))
+        num_ids = int(rng.integers(1, 5))
+        ids = np.arange(num_ids, dtype=np.int32) + 10 * chain
+        lengths = {"num_prompt_tokens": num_ids * 8 - int(rng.integers(8)), "num_output_tokens": 1}
+        made.append(
+            Request(f"r{index}", float(index), **lengths, hash_ids=ids, grain=8, namespace=int(rng.integers(2)))
+        )
+    expected = [
+        max(
+            (common(a.prompt_ids(), b.prompt_ids()) for b in made[:i] if b.namespace == a.namespace),
+            default=0,
+        )
+        for i, a in enumerate(made)
+    ]
+    assert measure_reuse(made).prefix_tokens == expected
+
+
 def test_a_hashed_trace_is_counted_in_tokens():
     def hashed(name, ids, tokens):
         return Request(name, 0.0, tokens, 1, grain=4, hash_ids=np.asarray(ids, np.int32))

@@ -157,6 +157,18 @@ def test_ids_that_name_content_are_found_out():
     assert [w.split(" ")[0] for w in load_trace(content).warnings if "name content" in w] == ["2"]
 
 
+def test_a_cut_off_block_whose_id_is_longer_elsewhere_is_found_out_and_its_ceiling_is_that_of_the_tokens():
+    row = bailian_row(1, -1, 0, [5, 6])
+    even = [row, bailian_row(2, -1, 1, [5, 6])]
+    uneven = [{**row, "input_length": row["input_length"] - 3}, bailian_row(2, -1, 1, [5, 6])]
+    assert not [w for w in load_trace(even).warnings if "fewer tokens" in w]
+    trace = load_trace(uneven)
+    assert [w.split(" ")[0] for w in trace.warnings if "fewer tokens" in w] == ["1"]
+    own = next(c for c in describe(trace)["ceilings"] if c["page_size"] == trace.visible.grain)
+    lengths = [r["input_length"] for r in uneven]
+    assert own["token_hit_rate"] == lengths[0] / sum(lengths)
+
+
 # weka
 
 
