@@ -11,7 +11,18 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvarena.experiments.budget import format_bytes
-from kvarena.experiments.style import STATE_COLOURS, STYLE, Look, add_footer, looks, save_figure, use_paper_style
+from kvarena.experiments.style import (
+    STATE_COLOURS,
+    STYLE,
+    Look,
+    add_footer,
+    is_narrow,
+    looks,
+    new_figure,
+    save_figure,
+    short_label,
+    use_paper_style,
+)
 from kvarena.experiments.style import styled as _styled
 
 if TYPE_CHECKING:
@@ -46,7 +57,7 @@ def hit_rate(result: Result, ax: Axes | None = None) -> Axes:
     """Token hit rate (first admissions) against pool size in bytes, with the no-cache line and each design's
     infinite-cache line. Without `ax`, the paired difference stands below; the upper axes are returned."""
     if ax is None:
-        figure = _new_figure((6.4, 4.8))
+        figure = new_figure((6.4, 4.8))
         ax, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.2))
         difference(result, below)
         ax.tick_params(labelbottom=False)
@@ -100,7 +111,7 @@ def difference(result: Result, ax: Axes | None = None) -> Axes:
         table = _paired(result.summary, first, name)
         draw_series(ax, table["pool_bytes"], table["mean"], look[name], band=(table["min"], table["max"]), label="")
     ax.axhline(0, color="#555555", linewidth=1, linestyle=":")
-    ax.set_ylabel(f"minus {_short(look[first].label)}\n(points)")
+    ax.set_ylabel(f"minus {short_label([look[name].label for name in result.allocators])}\n(points)")
     ax.margins(y=0.15)
     # Rounding errors are no difference: without this, an axis of 1e-17 would show them.
     ax.set_ylim(min(-0.05, ax.get_ylim()[0]), max(0.05, ax.get_ylim()[1]))
@@ -142,7 +153,7 @@ def occupancy(result: Result, ax: Axes | None = None, allocator: str | None = No
         raise ValueError(f"allocator: expected one of {', '.join(result.allocators)}, found {allocator!r}")
     if ax is None:
         names = result.allocators if allocator is None else [allocator]
-        figure = _new_figure((6.4, 0.7 + 1.5 * len(names)))
+        figure = new_figure((6.4, 0.7 + 1.5 * len(names)))
         panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
         for panel, name in zip(panels, names, strict=True):
             _occupancy(result, panel, name)
@@ -150,6 +161,7 @@ def occupancy(result: Result, ax: Axes | None = None, allocator: str | None = No
             panel.set_xlabel("")
         for panel in panels[1:]:
             panel.get_legend().remove()
+            panel.set_title(panel.get_title(loc="left"), pad=4, loc="left", fontsize=9)
         return panels[0]
     return _occupancy(result, ax, allocator or result.allocators[0])
 
@@ -170,7 +182,8 @@ def _occupancy(result: Result, ax: Axes, name: str) -> Axes:
         rows["step"], shares, labels=list(STATE_COLOURS), colors=list(STATE_COLOURS.values()), linewidth=0, step="post"
     )
     title = f"{_looks(result)[name].label}, pool {format_bytes(result.reference_pool)}"
-    ax.set_title(textwrap.fill(title, 52), pad=4, loc="left", fontsize=9)  # the legend stands beside it
+    narrow = is_narrow(ax)  # there the title stands above the legend, else beside it
+    ax.set_title(textwrap.fill(title, 40 if narrow else 52), pad=18 if narrow else 4, loc="left", fontsize=9)
     ax.set_xlabel("step of the engine" if result.manifest["kind"] == "run" else "request, in order of arrival")
     ax.set_ylabel("pool (%)")
     ax.set_ylim(0, 100)
@@ -314,12 +327,6 @@ def _looks(result: Result) -> dict[str, Look]:
     return looks(result.manifest["allocators"])
 
 
-def _short(label: str, most: int = 14) -> str:
-    """What a legend text begins with: a user's name for an allocator, or its kind."""
-    head = label.partition(" (")[0].partition(": ")[0]
-    return head if len(head) <= most else f"{head[: most - 1]}…"
-
-
 def say_outputs(result: Result, ax: Axes) -> None:
     """What is known of replies, under a hit rate: it stands there in a notebook too, where a figure has no footer."""
     ax.set_xlabel(f"{ax.get_xlabel()}; outputs: {result.visible['outputs']}")
@@ -337,7 +344,8 @@ def _pool_axis(ax: Axes, frame: pd.DataFrame) -> None:
         return
     ax.set_xscale("log", base=2)
     low, high = math.ceil(math.log2(sizes[0]) - 1e-9), math.floor(math.log2(sizes[-1]) + 1e-9)
-    powers = [2.0**i for i in range(low, high + 1, max(1, (high - low) // 6))]
+    step = -(-(high - low) // 2) if is_narrow(ax) else (high - low) // 6
+    powers = [2.0**i for i in range(low, high + 1, max(1, step))]
     ax.xaxis.set_major_locator(FixedLocator(powers if len(powers) > 1 else sizes))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
     ax.xaxis.set_minor_locator(NullLocator())
@@ -350,8 +358,9 @@ def _finish(ax: Axes, frame: pd.DataFrame) -> Axes:
         _say_no_data(ax)
         return ax
     handles, labels = ax.get_legend_handles_labels()
-    wrapped = [textwrap.fill(text, 44) for text in labels]
-    ax.legend(handles, wrapped, loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2, columnspacing=1.2, **_LEGEND)
+    wrapped = [textwrap.fill(text, 36 if is_narrow(ax) else 44) for text in labels]
+    columns = 1 if is_narrow(ax) else 2
+    ax.legend(handles, wrapped, loc="lower left", bbox_to_anchor=(0, 1.01), ncols=columns, columnspacing=1.2, **_LEGEND)
     return ax
 
 
@@ -360,16 +369,7 @@ def _say_no_data(ax: Axes) -> None:
 
 
 def _new_axes(size: tuple[float, float] = (6.4, 3.8)) -> Axes:
-    return _new_figure(size).subplots()
-
-
-def _new_figure(size: tuple[float, float]) -> Figure:
-    """A figure that a notebook shows by itself, in our style, without touching anybody's defaults."""
-    import matplotlib as mpl
-    import matplotlib.pyplot as plt
-
-    default = mpl.rcParams["figure.figsize"] == mpl.rcParamsDefault["figure.figsize"]
-    return plt.figure(figsize=size if default else None, layout="constrained")
+    return new_figure(size).subplots()
 
 
 PLOTS: dict[str, Callable[..., Axes]] = {
@@ -390,7 +390,7 @@ def draw(name: str, result: Result, footer: str) -> Figure:
     """One named figure in our style, with its footer, ready to save. The caller closes it."""
     import matplotlib as mpl
 
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context({**STYLE, "figure.figsize": mpl.rcParamsDefault["figure.figsize"]}):
         plot = _plot(name)
         figure: Figure = plot(result).get_figure()  # type: ignore[assignment]
         add_footer(figure, footer)

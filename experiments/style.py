@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +50,7 @@ STYLE: Any = {  # rcParams
     "svg.fonttype": "path",
 }
 WIDTHS_IN = {"single": 3.35, "double": 7.0}
+NARROW_IN = 5.0
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,10 @@ def shade(colour: str, doublings: float) -> str:
 
 
 def use_paper_style(column: str = "single") -> None:
-    """Set matplotlib's defaults for a paper: `single` or `double` column width, embedded fonts, 8-point text."""
+    """Set matplotlib's defaults for a paper: `single` or `double` column width, embedded fonts, 8-point text.
+
+    A figure of a single column is as high as its legend and panels need. Figures in result folders keep their own size.
+    """
     import matplotlib as mpl
 
     if column not in WIDTHS_IN:
@@ -139,11 +145,45 @@ def plain(text: str) -> str:
     return printable(text).replace("$", r"\$")
 
 
+def short_label(labels: Sequence[str]) -> str:
+    """What tells the first of these legend texts from the others: how it begins (a user's name for an allocator, or its
+    kind), with its rules where another begins so too."""
+    head, *others = [label.partition(" (")[0].partition(": ")[0] for label in labels]
+    most = 14
+    if head in others:
+        head, most = re.sub(r" \([^)]* rules\)", "", labels[0]), 24
+    return head if len(head) <= most else f"{head[: most - 1]}…"
+
+
+def is_narrow(ax: Axes) -> bool:
+    """Whether a legend of two columns is wider than these axes, as in a single column of a paper."""
+    figure: Any = ax.get_figure()
+    while hasattr(figure, "figure") and figure.figure is not figure:
+        figure = figure.figure
+    return bool(ax.get_position().width * figure.get_figwidth() < 0.8 * NARROW_IN)
+
+
+def new_figure(size: tuple[float, float]) -> Figure:
+    """A figure that a notebook shows by itself, in our style, without touching anybody's defaults: of `size` in inches,
+    or of the user's default width and height, a narrow one no lower than it has room for its legend."""
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+
+    width, height = mpl.rcParams["figure.figsize"]
+    if mpl.rcParams["figure.figsize"] == mpl.rcParamsDefault["figure.figsize"]:
+        width, height = size
+    elif width < NARROW_IN:
+        height = max(height, size[1])
+    return plt.figure(figsize=(width, height), layout="constrained")
+
+
 def add_footer(figure: Figure, text: str) -> None:
-    """One line of provenance under the figure, without a date."""
+    """Provenance under the figure, without a date: one line, more where the figure is narrow."""
     engine: Any = figure.get_layout_engine()
-    engine.set(rect=(0, 0.035, 1, 0.965))
-    figure.text(0.008, 0.01, plain(text), fontsize=5.5, color="#777777", ha="left", va="bottom")
+    lines = textwrap.wrap(text, 70) if figure.get_figwidth() < NARROW_IN else [text]
+    bottom = 0.035 if len(lines) < 2 else 0.02 + 0.1 * len(lines) / figure.get_figheight()
+    engine.set(rect=(0, bottom, 1, 1 - bottom))
+    figure.text(0.008, 0.01, "\n".join(map(plain, lines)), fontsize=5.5, color="#777777", ha="left", va="bottom")
 
 
 def save_figure(figure: Figure, stem: Path, kinds: Iterable[str] = FORMATS, source: str = "") -> list[Path]:

@@ -53,9 +53,9 @@ def latency(result: Result, ax: Axes | None = None, measure: str = "ttft_ms") ->
     panels (the first axes are returned)."""
     if ax is not None:
         return _distribution(result, ax, measure)
-    from kvarena.experiments.plots import _new_figure
+    from kvarena.experiments.style import new_figure
 
-    panels = _new_figure((7.0, 2.8)).subplots(1, len(LATENCIES), sharey=True)
+    panels = new_figure((7.0, 2.8)).subplots(1, len(LATENCIES), sharey=True)
     for panel, name in zip(panels, LATENCIES, strict=True):
         _distribution(result, panel, name)
         panel.set_ylabel("")

@@ -338,6 +338,46 @@ def test_paper_style_sets_the_column_width_and_embeds_fonts():
             use_paper_style("triple")
 
 
+@pytest.mark.parametrize("given", [shared, renamed])
+@pytest.mark.parametrize("name", list(ALL))
+def test_a_single_column_holds_every_figure_whole_and_without_overlap(name, given):
+    with mpl.rc_context():
+        use_paper_style("single")
+        figure = ALL[name](given()).get_figure()
+        add_footer(
+            figure, "kvarena 0.0.0 · chat · llama-3-8b · 1 live · prompts only · outputs recorded · config 0123456789"
+        )
+        assert figure.get_figwidth() == 3.35
+        assert overlapping(figure) == []
+        for text, extent in texts(figure):
+            assert figure.bbox.padded(1).containsx(extent.x0), text
+            assert figure.bbox.padded(1).containsx(extent.x1), text
+            assert figure.bbox.padded(1).containsy(extent.y0), text
+            assert figure.bbox.padded(1).containsy(extent.y1), text
+        renderer = figure.canvas.get_renderer()
+        for axes in figure.axes:
+            assert axes.get_window_extent(renderer).width > 0.4 * figure.bbox.width
+            assert axes.get_window_extent(renderer).height > 0.5 * figure.dpi
+
+
+@pytest.mark.parametrize("name", [*plots.PLOTS, "allocator_time"])
+def test_figures_of_a_result_folder_are_the_same_whatever_style_is_set(name, tmp_path):
+    written = []
+    for turn in ("plain", "paper"):
+        with mpl.rc_context():
+            if turn == "paper":
+                use_paper_style("single")
+            figure = plots.draw(name, shared(), "footer")
+            written.append([path.read_bytes() for path in save_figure(figure, tmp_path / turn, kinds=("png",))])
+    assert written[0] == written[1]
+
+
+def test_the_difference_says_which_of_two_designs_of_a_kind_it_is_to():
+    result = small(allocators=[block(page_size=64), block(), token()], pool=["450 MiB"])
+    assert plots.difference(result).get_ylabel().startswith("minus block, page 64\n")
+    assert plots.difference(shared()).get_ylabel().startswith("minus block\n")
+
+
 def test_control_characters_are_shown_as_such():
     assert printable("a\x1b[31mb\nc") == "a\ufffd[31mb\ufffdc"
 
