@@ -74,18 +74,19 @@ class Gate:
 def as_token_buffer(tokens: Any) -> array[int]:
     """Copy `tokens` into a growable int32 buffer.
 
-    Takes ints, an `array`, or a NumPy integer array [n]. Raises ValueError when an id does not fit int32.
+    Takes ints, an `array`, a view of one, or a NumPy integer array [n]. Raises ValueError when an id does not fit
+    int32. Bytes are ids 0..255, as their view is.
     """
     if isinstance(tokens, array) and tokens.typecode == "i":
         return tokens[:]
     dtype = getattr(tokens, "dtype", None)
-    if dtype is not None:
+    if hasattr(dtype, "char"):  # NumPy's; other arrays are read as any iterable is
         if dtype.char != "i" or tokens.ndim != 1 or not dtype.isnative:
             tokens = _as_int32(tokens)
         return array("i", tokens.tobytes())
     try:
-        return array("i", tokens)
-    except (OverflowError, TypeError) as error:
+        return array("i", iter(tokens) if isinstance(tokens, bytes | bytearray) else tokens)
+    except (OverflowError, TypeError, NotImplementedError) as error:
         raise ValueError(f"token_ids: expected integers that fit int32 ({error})") from None
 
 

@@ -19,6 +19,18 @@ def test_every_integer_type_and_byte_order_gives_the_same_tokens(dtype: str) -> 
     assert as_token_buffer(np.array(tokens, dtype=dtype)) == array("i", tokens)
 
 
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, list, iter])
+def test_bytes_are_ids_from_0_to_255_in_every_form(kind: Any) -> None:
+    """`array` itself reads bytes four at a time."""
+    assert as_token_buffer(kind(b"\x01\x00\xff\x07")).tolist() == [1, 0, 255, 7]
+
+
+def test_arrays_of_another_kind_are_read_as_what_they_hold() -> None:
+    torch = pytest.importorskip("torch")
+    assert as_token_buffer(torch.arange(3)).tolist() == [0, 1, 2]
+    assert as_token_buffer(memoryview(array("q", [5, -6]))).tolist() == [5, -6]
+
+
 def test_views_of_arrays_give_what_they_show() -> None:
     whole = np.arange(12, dtype=np.int32)
     assert as_token_buffer(whole[::-2]).tolist() == whole[::-2].tolist()
@@ -38,8 +50,29 @@ def test_views_of_arrays_give_what_they_show() -> None:
         [2**31],
         [1.5],
         ["1"],
+        "1",
+        None,
+        memoryview(np.array([1], dtype=">i4")),
+        memoryview(array("d", [1])),
+        memoryview(array("q", [2**31])),
     ],
-    ids=["float", "bool", "2-d", "0-d", "above", "below", "uint32 above", "list above", "list float", "list text"],
+    ids=[
+        "float",
+        "bool",
+        "2-d",
+        "0-d",
+        "above",
+        "below",
+        "uint32 above",
+        "list above",
+        "list float",
+        "list text",
+        "text",
+        "none",
+        "view of another byte order",
+        "view of floats",
+        "view above",
+    ],
 )
 def test_what_is_no_int32_is_refused(tokens: Any) -> None:
     with pytest.raises(ValueError, match="token_ids"):
