@@ -79,7 +79,7 @@ def as_token_buffer(tokens: Any) -> array[int]:
     """
     if isinstance(tokens, array) and tokens.typecode == "i":
         return tokens[:]
-    dtype = getattr(tokens, "dtype", None)
+    dtype: Any = getattr(tokens, "dtype", None)
     if hasattr(dtype, "char"):  # NumPy's; other arrays are read as any iterable is
         if dtype.char != "i" or tokens.ndim != 1 or not dtype.isnative:
             tokens = _as_int32(tokens)
