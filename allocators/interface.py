@@ -123,7 +123,8 @@ class Sequence:
                        may raise it itself.
     namespace          isolates whole sequences: LoRA, salt, tenant (any hashable value)
     extra_keys         (offset, length, content_id) of images and the like: two pages are the same only if
-                       the items that overlap them are; pages before an item stay shared
+                       the items that overlap them are; pages before an item stay shared. Items do not overlap
+                       (the token design refuses those that do); a content has one length, which no design compares
     page_hashes        ids of the prompt's pages given by a trace (int32 array, one symbol a page; the
                        allocator's page size must be the trace's grain). `token_ids` is then empty and
                        `num_tokens` comes from the trace.
@@ -542,7 +543,8 @@ class SupportsFork(Protocol):
 
         Sets the child's `num_computed_tokens`, and `num_prefill_tokens` to the same once its prompt is computed.
         None: no room, and nothing changed. ValueError: the parent is not live or computed nothing, or the child is
-        live already or has other tokens; num_tokens is not from 1 to what is computed.
+        live already or has other tokens; num_tokens is not from 1 to what is computed, or so small that the child
+        would still see pages that the parent's window left behind.
         """
         ...
 

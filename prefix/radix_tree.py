@@ -34,6 +34,8 @@ class Node:
     last_access  clock value of the last match or insert that *ended* here. One that went further is added when the
                  child in question leaves (`_remove`), which is the first moment at which it can matter.
     queued       key of its entry in the eviction queue, None without one
+    serial       clock value at which it was made. `created` is that of the edge's first maker: the upper half of a
+                 split takes it over, and hits and priority too, which are kept for orders that use them alone
     """
 
     __slots__ = (
