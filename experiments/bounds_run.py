@@ -33,7 +33,8 @@ def bounds_of_run(result: Result) -> pd.DataFrame:
             table = table[table[name] == value]
         if table["request_id"].tolist() != [request.request_id for request in workload.requests]:
             raise ValueError(f"seed {workload.seed}: the trace's requests are not those of the result")
-        admitted = _as_admitted(as_run(workload.requests), table)
+        ahead = entry.serves_last_tokens(int(result.config["engine"]["result_lag"]))
+        admitted = _as_admitted(as_run(workload.requests), table, ahead)
         known = measure_reuse(admitted, replies=True).prefix_tokens
         hits = int(table.loc[table["admitted"], "hit_tokens"].sum())
         rates = bound_rates(admitted, known, hits, entry, num_pages, replies=True, seed=workload.seed)
@@ -42,11 +43,13 @@ def bounds_of_run(result: Result) -> pd.DataFrame:
     return pd.DataFrame(rows).astype(dict.fromkeys(RATES, float))
 
 
-def _as_admitted(requests: list[Request], table: pd.DataFrame) -> list[Request]:
+def _as_admitted(requests: list[Request], table: pd.DataFrame, ahead: bool) -> list[Request]:
     """Admitted requests in the order of their first admission (those of one step in order of arrival), each with as
-    much of its reply as it generated."""
+    much of its reply as it generated; `ahead`: and one more, so that the last one counts as written."""
     rows = table[table["admitted"]].sort_values(["admitted_s", "index"], kind="stable")
-    return [_cut(requests[index], count) for index, count in zip(rows["index"], rows["output_tokens"], strict=True)]
+    return [
+        _cut(requests[index], count + ahead) for index, count in zip(rows["index"], rows["output_tokens"], strict=True)
+    ]
 
 
 def _cut(request: Request, output_tokens: int) -> Request:

@@ -144,10 +144,11 @@ class Reuse:
     distinct_tokens: int
 
 
-def measure_reuse(requests: Sequence[Request], *, replies: bool = False) -> Reuse:
+def measure_reuse(requests: Sequence[Request], *, replies: bool = False, last_token: bool = False) -> Reuse:
     """Walk the requests in order through a tree that never forgets.
 
-    replies: what is published includes each reply but its last token, whose KV is never written.
+    replies: what is published includes each reply but its last token, whose KV is not written.
+    last_token: that too, as in an engine whose steps run ahead of their results.
     Replies under ids of their own (`outputs.py`) in a trace of coarser ids serve nothing and are left out.
     A trace of hash ids is walked id by id (`grain` tokens each). A last id that is cut off should be an id of its own;
     where it stands for more tokens in another prompt, those that both have are known.
@@ -164,8 +165,8 @@ def measure_reuse(requests: Sequence[Request], *, replies: bool = False) -> Reus
         prefix.append(min(known, request.num_prompt_tokens))
         source.append(brought_by)
         reply = request.reply_ids() if replies and grain == 1 else None
-        if reply is not None and len(reply) > 1:
-            tree.add(_joined(ids, reply[:-1]), index, request.namespace)
+        if reply is not None and len(reply) > (not last_token):
+            tree.add(_joined(ids, reply if last_token else reply[:-1]), index, request.namespace)
     return Reuse(prefix, source, tree.num_ids * grain)
 
 

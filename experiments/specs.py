@@ -52,6 +52,13 @@ class AllocatorEntry:
             return True
         return self.kind in ("block", "token") and self.design.prefix_cache
 
+    def serves_last_tokens(self, result_lag: int) -> bool:
+        """Whether a reply's last token can be served later: a step that ran ahead wrote its KV. A design that publishes
+        what it reserves does not know that token then, unless it publishes once more at the end."""
+        if self.design is None or not result_lag:
+            return bool(result_lag)
+        return (self.design.publish, self.design.publish_generated) != ("reserve", "filled")
+
     def as_toml(self) -> dict[str, Any]:
         """All fields, for the resolved config. None is left out, or is "none" where None is not the default."""
         if self.design is None:

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 from kvarena.experiments import metrics
 from kvarena.experiments.budget import Budget
+from kvarena.experiments.ceilings import Reuse, measure_reuse
 from kvarena.experiments.cells import Measured, about, add_ceilings, ceiling_rate, keyed
 from kvarena.experiments.engine.latency import Limits
 from kvarena.experiments.engine.metered import MeteredAllocator
@@ -50,12 +51,18 @@ def keys_of(cell: RunCell, entry: AllocatorEntry) -> dict[str, Any]:
     return {"seed": cell.workload.seed, "pool_bytes": cell.pool_bytes, "allocator": entry.name}
 
 
+def _reuse(config: RunConfig, entry: AllocatorEntry, workload: Workload) -> Reuse:
+    if not entry.serves_last_tokens(config.engine.result_lag):
+        return workload.reuse
+    return measure_reuse(workload.requests, replies=True, last_token=True)
+
+
 def measured(
     config: RunConfig, entry: AllocatorEntry, cell: RunCell, allocator: MeteredAllocator, record: Record
 ) -> Measured[RunCell]:
     keys = keys_of(cell, entry)
     requests = _with_latency(pd.DataFrame([asdict(row) for row in record.requests]))
-    add_ceilings(requests, cell.workload.reuse, entry)
+    add_ceilings(requests, _reuse(config, entry, cell.workload), entry)
     summary = {**keys, **summarise(config, entry, cell, allocator, record, requests)}
     times = {
         **allocator.nanoseconds,

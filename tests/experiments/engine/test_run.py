@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvarena.experiments.bounds_run import bounds_of_run
 from kvarena.experiments.cli import app
 from kvarena.experiments.engine.figures import PLOTS
 from kvarena.experiments.engine.run import declared_by, run_engine
@@ -49,6 +50,30 @@ def digests(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and not path.name.startswith(("provenance", "timings"))
     }
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize(
+    "design",
+    [
+        {"kind": "block", "page_size": 1},
+        {"kind": "block", "page_size": 1, "publish_generated": "finish"},
+        {"kind": "block", "page_size": 1, "publish": "commit"},
+        {"kind": "token"},
+        {"kind": "token", "page_size": 4},
+        {"kind": "token", "publish_generated": "filled"},
+    ],
+)
+def test_one_request_after_another_hits_exactly_the_ceiling_and_no_bound_is_lower(
+    design: dict[str, Any], lag: int
+) -> None:
+    tables = {**SMALL, "pool": {"pool": "8 GiB"}, "engine": {"result_lag": lag, "speed": 0.01}, "allocator": design}
+    result = run_engine(run_config(tables, []))
+    rows = result.requests
+    assert rows["hit_tokens"].tolist() == rows["ceiling_tokens"].tolist()
+    assert result.why()[result.allocators[0]]["lost"] == 0
+    row = bounds_of_run(result).iloc[0]
+    assert row["policy"] == row["clairvoyant"] == row["infinite"] == result.summary["token_hit_rate"][0]
 
 
 def test_requests_in_are_served_or_rejected(block: Result) -> None:
