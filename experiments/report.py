@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from kvarena.experiments import plots
+from kvarena.experiments.budget import format_bytes
 from kvarena.experiments.config import SCHEMA_VERSION
 from kvarena.experiments.outputs import note_written, refuse_other_figures, save_one, source_of
 from kvarena.experiments.provenance import footer
@@ -163,7 +164,12 @@ def _figure(svg: Path, caption: str) -> str:
 def _why_section(result: Result) -> str:
     if not any(entry["shares_prefixes"] for entry in result.manifest["allocators"]):
         return ""
-    return f"<h2>Where the prompt tokens went</h2><div class='scroll'>{_frame_html(result.why())}</div>"
+    return f"<h2>{why_head(result)}</h2><div class='scroll'>{_frame_html(result.why())}</div>"
+
+
+def why_head(result: Result) -> str:
+    """What the table of reasons is about: one pool, all seeds together."""
+    return f"Where the prompt tokens went, pool {format_bytes(result.reference_pool)}"
 
 
 def _frame_html(frame: pd.DataFrame) -> str:

@@ -66,9 +66,9 @@ def _page_of(result: Result) -> Page:
         footer=footer,
     )
     if any(entry["shares_prefixes"] for entry in result.manifest["allocators"]):
-        from kvarena.experiments.report import _frame_html
+        from kvarena.experiments.report import _frame_html, why_head
 
-        page.html.append(("Where the prompt tokens went", _frame_html(result.why())))
+        page.html.append((why_head(result), _frame_html(result.why())))
     return page
 
 

@@ -28,7 +28,10 @@ from typer.testing import CliRunner
 REPO = Path(__file__).resolve().parents[2]
 # folder -> how many figures its page has, and words that must be on it
 SAVED = {
-    "results/paper/chat": (5, ("At a pool of", "Allocator time a call", "machine.cpu", "vLLM 0.32.0")),
+    "results/paper/chat": (
+        5,
+        ("At a pool of", "Where the prompt tokens went, pool ", "Allocator time a call", "machine.cpu", "vLLM 0.32.0"),
+    ),
     "results/paper/ladder-chat": (3, ("128 subsets", "Not observable here", "split_touches_suffix")),
     "results/paper/ablations-tree": (1, ("linked list", "released forwards")),
     "results/paper/chat-resampled": (1, ("95 % intervals", "false discovery")),
