@@ -70,6 +70,12 @@ class Gate:
     strict: bool = False
     max_in_flight_tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("headroom", "max_in_flight_tokens"):
+            value = getattr(self, name)
+            if (value is not None or name == "headroom") and not (hasattr(value, "__index__") and value >= 0):
+                raise ValueError(f"{name}: expected an int of at least 0, found {value!r}")
+
 
 def as_token_buffer(tokens: Any) -> array[int]:
     """Copy `tokens` into a growable int32 buffer.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kvarena.allocators import _arguments
 from kvarena.allocators.config import make_allocator
-from kvarena.allocators.interface import Release, Sequence
+from kvarena.allocators.interface import Gate, Release, Sequence
 
 DESIGNS = {
     "block by runs": {"kind": "block", "page_size": 4},
@@ -238,3 +238,13 @@ def test_a_name_that_cannot_be_hashed_is_refused_where_it_is_given(names):
 
 def test_the_examples_hold():
     assert doctest.testmod(_arguments).failed == 0
+
+
+@pytest.mark.parametrize("field", ["headroom", "max_in_flight_tokens"])
+def test_a_gate_counts_in_whole_numbers(field):
+    for value in NO_COUNTS:
+        if value is not None or field == "headroom":
+            with pytest.raises(ValueError, match=f"{field}: expected an int of at least 0"):
+                Gate(**{field: value})
+    for value in (0, 3, np.int64(3)):
+        assert getattr(Gate(**{field: value}), field) == value
