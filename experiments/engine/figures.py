@@ -60,7 +60,8 @@ def latency(result: Result, ax: Axes | None = None, measure: str = "ttft_ms") ->
         _distribution(result, panel, name)
         panel.set_ylabel("")
     panels[0].set_ylabel("requests (%)")
-    panels[0].legend(loc="lower left", bbox_to_anchor=(0, 1.01), borderaxespad=0)
+    # Of the figure: a legend wider than its panel would push the panels apart.
+    panels[0].figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
     return panels[0]
 
 
@@ -92,8 +93,12 @@ def _markers(look: Look, turn: int, points: int) -> dict[str, Any]:
 
 def _log_axis(ax: Axes) -> None:
     """Few plain numbers: matplotlib's own labels of a short logarithmic axis run into each other."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+    low, high = ax.get_xlim()
+    if high < 4 * max(low, 1e-9):  # too short for powers of ten
+        ax.xaxis.set_major_locator(MaxNLocator(3))
+        return
     ax.set_xscale("log")
     low, high = ax.get_xlim()
     wide = high > 30 * low

@@ -6,10 +6,12 @@ import hashlib
 import math
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kvarena.experiments import plots as kv_plots
 from kvarena.experiments.bounds_run import bounds_of_run
 from kvarena.experiments.cli import app
 from kvarena.experiments.engine.figures import PLOTS
@@ -74,6 +76,20 @@ def test_one_request_after_another_hits_exactly_the_ceiling_and_no_bound_is_lowe
     assert result.why()[result.allocators[0]]["lost"] == 0
     row = bounds_of_run(result).iloc[0]
     assert row["policy"] == row["clairvoyant"] == row["infinite"] == result.summary["token_hit_rate"][0]
+
+
+def test_panels_of_latencies_stand_side_by_side_under_a_long_name_and_their_ticks_are_apart() -> None:
+    tables = {**SMALL, "allocator": {"kind": "token", "page_size": 4, "name": "a name of my own that is long"}}
+    panels = kv_plots.draw("latency", run_engine(run_config(tables, ["speed=1"])), "footer").axes
+    panels[0].figure.canvas.draw()
+    for left, right in pairwise(panels):
+        assert 0 < right.get_position().x0 - left.get_position().x1 < 0.05
+    for panel in panels:
+        low, high = panel.get_xlim()
+        shown = [t for t in panel.get_xticklabels() if t.get_text() and low <= t.get_position()[0] <= high]
+        boxes = [label.get_window_extent() for label in shown]
+        assert len(boxes) >= 2
+        assert all(a.x1 < b.x0 for a, b in pairwise(boxes))
 
 
 def test_requests_in_are_served_or_rejected(block: Result) -> None:
