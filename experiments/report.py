@@ -175,14 +175,21 @@ def why_head(result: Result) -> str:
 def _frame_html(frame: pd.DataFrame) -> str:
     frame = frame.loc[:, [any(value != "" for value in frame[name]) for name in frame.columns]]
     words = [" class='w'" if all(isinstance(value, str) for value in frame[name]) else "" for name in frame.columns]
+    units = ["points" if _is_difference(str(name), set(frame.columns)) else "%" for name in frame.columns]
     columns = zip(words, frame.columns, strict=True)
     head = "<th></th>" + "".join(f"<th{word}>{escape(str(column))}</th>" for word, column in columns)
     rows = []
     for name, row in frame.iterrows():
-        cells = "".join(f"<td{word}>{escape(_cell(value))}</td>" for word, value in zip(words, row, strict=True))
+        shown = [escape(_cell(value, unit)) for value, unit in zip(row, units, strict=True)]
+        cells = "".join(f"<td{word}>{cell}</td>" for word, cell in zip(words, shown, strict=True))
         rows.append(f"<tr><th>{escape(str(name).replace('_', ' '))}</th>{cells}</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def _cell(value: Any) -> str:
-    return f"{100 * value:+.2f} %".removeprefix("+") if isinstance(value, float) else str(value)
+def _is_difference(name: str, names: set[str]) -> bool:
+    first, _, second = name.partition(" - ")
+    return {first, second} <= names
+
+
+def _cell(value: Any, unit: str) -> str:
+    return f"{100 * value:+.2f} {unit}".removeprefix("+") if isinstance(value, float) else str(value)

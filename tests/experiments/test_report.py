@@ -147,6 +147,13 @@ def test_every_kind_that_verify_knows_has_a_reader(tmp_path):
         assert "<td>" in report(tmp_path / file)
 
 
+def test_shares_are_per_cent_and_their_differences_points():
+    page = report(REPO / "results" / "paper" / "chat")
+    table = page[page.index("Where the prompt tokens went") :].partition("</table>")[0]
+    rows = table.split("<tr>")[2:]
+    assert rows and all((row.count(" %</td>"), row.count(" points</td>")) == (2, 1) for row in rows)
+
+
 def test_a_long_table_shows_its_first_rows_and_says_how_many_there_are(tmp_path):
     table = tmp_path / "bounds.csv"
     row = "0,1,a,0.1,0.2,0.3,10,True\n"
