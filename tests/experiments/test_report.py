@@ -151,7 +151,8 @@ def test_shares_are_per_cent_and_their_differences_points():
     page = report(REPO / "results" / "paper" / "chat")
     table = page[page.index("Where the prompt tokens went") :].partition("</table>")[0]
     rows = table.split("<tr>")[2:]
-    assert rows and all((row.count(" %</td>"), row.count(" points</td>")) == (2, 1) for row in rows)
+    assert rows
+    assert all((row.count(" %</td>"), row.count(" points</td>")) == (2, 1) for row in rows)
 
 
 def test_a_long_table_shows_its_first_rows_and_says_how_many_there_are(tmp_path):
