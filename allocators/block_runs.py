@@ -211,10 +211,11 @@ class PageRuns(PageStore[RunRow]):
 
     def _parts_before(self, row: RunRow, num_pages: int) -> tuple[list[tuple[Run, int]], Node]:
         """The parts of the first `num_pages` pages of a row, and the node in which they end."""
-        parts, node, surplus = row.parts[:], _node_of(row), row.published - num_pages
+        parts, surplus = row.parts[:], row.published - num_pages
+        node = self.tree.above(_node_of(row), surplus)
         while surplus > 0:
             run, count = parts.pop()
-            node = self.tree.cut_off(run, surplus)
+            self.tree.cut_off(run, surplus)
             surplus, count = surplus - len(run.pages), count - len(run.pages)
             if count and run.front is not None:
                 parts.append((run.front, count))

@@ -185,10 +185,22 @@ class RunTree:
                 return
             run = _front_of(run)
 
-    def cut_off(self, run: Run, num_pages: int) -> Node:
-        """Make `run` begin at its last `num_pages` pages at the latest; returns the node that its own stands below."""
-        node = _node_of(run)
-        return self._split(node, len(run.pages) - num_pages) if len(run.pages) > num_pages else _parent_of(node)
+    def cut_off(self, run: Run, num_pages: int) -> None:
+        """Make `run`, which is held, begin at its last `num_pages` pages at the latest."""
+        before = len(run.pages) - num_pages
+        if before > 0 and run.node is not None:
+            self._split(run.node, before)
+        elif before > 0:
+            self.version += 1
+            self.withdrawn.add(self._cut(run, before, None))
+
+    def above(self, node: Node, num_pages: int) -> Node:
+        """The node `num_pages` pages above the end of `node`, which is cut if there is none. It may be hollow."""
+        while num_pages > 0:
+            if len(node) > num_pages:
+                return self._split(node, len(node) - num_pages)
+            num_pages, node = num_pages - len(node), _parent_of(node)
+        return node
 
     def let_go(self, run: Run, num_pages: int, let_go: list[Run]) -> int:
         """One holder less for the `num_pages` pages that end with `run`, deepest part first.
@@ -289,7 +301,7 @@ class RunTree:
         upper.copies = [self._cut(run, num_pages, upper) for run in node.copies]
         return upper
 
-    def _cut(self, run: Run, num_pages: int, node: Node) -> Run:
+    def _cut(self, run: Run, num_pages: int, node: Node | None) -> Run:
         front = Run(node, run.pages[:num_pages], run.refs)
         front.front, run.front = run.front, front
         run.pages = run.pages[num_pages:]

@@ -642,3 +642,27 @@ def test_a_prepared_page_serves_nobody_before_its_reserve_is_granted(form: str, 
 @pytest.mark.parametrize("form", FORMS)
 def test_random_users_that_fork_in_a_small_pool_break_no_law(form: str, seed: int) -> None:
     RandomOps(pool(form, num_pages=20), seed).run(450)
+
+
+@pytest.mark.parametrize("form", ["hashed", "runs"])
+@pytest.mark.parametrize("num_tokens", range(1, 21))
+def test_a_fork_shares_pages_whose_content_an_abort_took_back(form: str, num_tokens: int) -> None:
+    """The parent still holds them, though they serve nobody any more: any beginning of them can be shared."""
+    pool = make_allocator({"kind": "block", "page_size": 4, "form": form}, num_pages=32)
+    first, parent = Sequence("first", range(20)), Sequence("parent", range(21))
+    assert pool.admit(first) is not None
+    assert pool.admit(parent) is not None
+    assert list(pool.page_ids(parent))[:5] == list(pool.page_ids(first))
+    pool.release([first], Release.ABORT)
+    pool.commit([(parent, parent.num_tokens - parent.num_computed_tokens)])
+    child = Sequence("child", [*range(num_tokens), 99])
+    made = pool.fork(parent, child, num_tokens)
+    assert made is not None
+    shared = num_tokens // 4
+    assert list(pool.page_ids(child))[:shared] == list(pool.page_ids(parent))[:shared]
+    pool.check()
+    pool.release([parent], Release.FINISH)
+    pool.check()
+    pool.release([child], Release.FINISH)
+    pool.check()
+    assert pool.capacity().free + pool.capacity().evictable == 32

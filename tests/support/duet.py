@@ -13,7 +13,7 @@ from typing import Any
 from kvarena.allocators.block import BlockAllocator
 from kvarena.allocators.config import Design
 from kvarena.allocators.host import HostTier
-from kvarena.allocators.interface import Gate, Release, Sequence
+from kvarena.allocators.interface import PADDING_PAGE, Gate, Release, Sequence
 from kvarena.allocators.token import TokenAllocator
 from support.slow_block import SlowBlock
 from support.slow_facts import Facts, SlowGate
@@ -290,7 +290,7 @@ class Duet:
         self.count += 1
         facts = pair.facts
         written = min(facts.computed, len(facts.tokens))
-        complete = written <= (self.design.sliding_window or written)  # of no page that a window left behind
+        complete = PADDING_PAGE not in self.ours.page_ids(pair.seq)  # of no page that a window left behind
         num_tokens = max(written - fewer, 1) if fewer and complete else None
         tokens = facts.tokens[: num_tokens or written] + tail
         prompt = len(tokens) if whole_prompt else min(facts.prompt, len(tokens))
