@@ -6,6 +6,7 @@ memory of a run is that of its largest cell.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -115,6 +116,7 @@ def run(config: Config, *, source: Any = None, progress: bool = False, out: Path
         with ProgressBar(cells, progress) as bar:
             for cell in cells:
                 _run_cell(cell, config, samples, bar, done)
+                gc.collect()  # a tree's nodes name their parents, so an allocator goes by collection alone
         return _result(config, workloads, cells, done, samples.check(), started)
     except KeyboardInterrupt:
         raise _interrupted(config, workloads, cells, done, started, out) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 
@@ -11,7 +12,9 @@ import pytest
 from kvarena.allocators.config import block, make_allocator, token
 from kvarena.experiments.compare import compare
 from kvarena.experiments.config import ConfigError
+from kvarena.experiments.specs import AllocatorEntry
 from kvarena.experiments.why import FACTORS
+from kvarena.prefix import radix_tree, run_tree
 from support.requests import request, trace
 from support.small import OPTIONS, shared, small
 from support.third_party import StackAllocator
@@ -36,6 +39,19 @@ def test_summary_is_what_the_rows_add_up_to():
         assert row["token_hit_rate"] == rows["hit_tokens"].sum() / rows["num_prompt_tokens"].sum()
         assert row["evicted_pages"] == rows["evicted_pages"].sum()
         assert (rows["hit_tokens"] <= rows["ceiling_tokens"]).all()
+
+
+def test_an_allocator_is_gone_before_the_next_cell_builds_one(monkeypatch):
+    build, alive = AllocatorEntry.build, []
+
+    def counted(entry, num_pages):
+        alive.append(sum(isinstance(one, radix_tree.Node | run_tree.Node) for one in gc.get_objects()))
+        return build(entry, num_pages)
+
+    monkeypatch.setattr(AllocatorEntry, "build", counted)
+    gc.collect()
+    small(allocators=["vllm", "sglang"])
+    assert alive[1:] == [alive[0]] * 3
 
 
 def test_pages_are_conserved_on_every_step():
