@@ -42,15 +42,16 @@ def fork(driver: RandomOps, max_live: int, vocabulary: int) -> None:
     if not driver.live or len(driver.live) >= max_live or not isinstance(driver.allocator, SupportsFork):
         return
     parent = driver.random.choice(list(driver.live.values())).seq
-    child = _child_of(driver, parent, vocabulary)
+    num_tokens = _shared(driver, parent)
+    child = _child_of(driver, parent, num_tokens, vocabulary)
     state = driver.shadow.state()
-    made = driver.allocator.fork(parent, child.seq)
+    made = driver.allocator.fork(parent, child.seq, num_tokens)
     driver.decisions.append(None if made is None else made.copies)
     if made is None:
         driver.shadow.expect_unchanged(state, "refused fork")
         return
-    if child.seq.num_computed_tokens != parent.num_computed_tokens:
-        raise Violation(f"fork: {child.seq} computed other tokens than its parent {parent}")
+    if child.seq.num_computed_tokens != num_tokens:
+        raise Violation(f"fork: {child.seq} did not compute the {num_tokens} tokens asked for of its parent {parent}")
     driver.live[child.seq.request_id] = child
     driver.shadow.forget(made.evicted)
     if made.commit is not None:
@@ -62,12 +63,20 @@ def fork(driver: RandomOps, max_live: int, vocabulary: int) -> None:
     driver._prefill(child, child.seq.num_tokens)
 
 
-def _child_of(driver: RandomOps, parent: Sequence, vocabulary: int) -> Actor:
+def _shared(driver: RandomOps, parent: Sequence) -> int:
+    """How many tokens a child shares: all that are computed, or fewer, where no window has left pages behind."""
+    computed = parent.num_computed_tokens
+    if computed < 2 or driver.shadow.window is not None or driver.random.random() < 0.6:
+        return computed
+    return driver.random.randrange(1, computed)
+
+
+def _child_of(driver: RandomOps, parent: Sequence, num_tokens: int, vocabulary: int) -> Actor:
     driver._count += 1
     own = [driver.random.randrange(vocabulary) for _ in range(driver.random.choice([0, 0, 1, 5]))]
     seq = Sequence(
         f"r{driver._count}",
-        [*parent.token_ids[: parent.num_computed_tokens], *own],
+        [*parent.token_ids[:num_tokens], *own],
         namespace=parent.namespace,
         extra_keys=cast("Iterable[tuple[int, int, Hashable]]", parent.extra_keys),
         declared_max_tokens=parent.declared_max_tokens,
