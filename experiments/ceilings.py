@@ -61,7 +61,7 @@ class PrefixTree:
                 break
             node = child
         if at < len(data):
-            node.children[data[at : at + 4]] = _Node(data[at:], user)
+            _grow(node, data[at:], user)
             self.num_ids += (len(data) - at) // 4
         return at // 4, source
 
@@ -119,6 +119,14 @@ def _common(edge: bytes, data: bytes, at: int) -> int:
     left = np.frombuffer(edge, "<i4", length // 4)
     differs = np.flatnonzero(left != np.frombuffer(data, "<i4", length // 4, at))
     return 4 * int(differs[0]) if differs.size else length
+
+
+def _grow(node: _Node, rest: bytes, user: int) -> None:
+    """New ids behind a node. A text that grows step by step stays one edge, or its next step would walk all before."""
+    if node.first_user == user and not node.children:
+        node.ids += rest
+    else:
+        node.children[rest[:4]] = _Node(rest, user)
 
 
 def _split(parent: _Node, child: _Node, at: int) -> _Node:

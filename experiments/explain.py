@@ -8,7 +8,6 @@ result, or the result is not reproducible by this code, and that is said.
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -135,8 +134,6 @@ def explain_every_cell(result: Result, tick: Callable[[], None] | None = None) -
         found = _explain_cell(cell, config.engine, tick)
         _check_against(result, cell, found)
         yield found
-        del found
-        gc.collect()  # a tree's nodes name their parents, so an allocator goes by collection alone
 
 
 def _cells(config: Config, source: Any) -> tuple[Config, list[Cell]]:

@@ -33,6 +33,28 @@ def test_prefixes_and_distinct_ids_match_brute_force(seed):
         assert tree.num_ids == len(prefixes)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_texts_that_grow_step_by_step_are_known_as_if_each_step_were_compared_with_all(seed):
+    rng = np.random.default_rng(seed)
+    texts = [rng.integers(0, 2, 12).astype(np.int32) for _ in range(6)]
+    tree, seen = PrefixTree(), []
+    for _ in range(60):
+        user = int(rng.integers(len(texts)))
+        step = texts[user][: int(rng.integers(1, 13))]
+        known, source = tree.add(step, user)
+        assert known == max((common(step, other) for other, _ in seen), default=0)
+        assert source == next((who for other, who in seen if known and common(step, other) >= known), -1)
+        seen.append((step, user))
+
+
+def test_a_text_that_grows_step_by_step_stays_one_edge():
+    tree, text = PrefixTree(), np.arange(50, dtype=np.int32)
+    for end in range(1, 51):
+        tree.add(text[:end], 7)
+    assert [node.ids for node in tree._roots[None].children.values()] == [text.tobytes()]
+    assert tree.num_ids == 50
+
+
 def test_namespaces_are_apart():
     reuse = measure_reuse([request("a", [1, 2]), request("b", [1, 2], namespace="x"), request("c", [1, 2])])
     assert reuse.prefix_tokens == [0, 0, 2]
