@@ -13,7 +13,7 @@ import math
 import random
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -54,10 +54,18 @@ def break_even_laws(models: Iterable[str] = MODELS) -> list[Law]:
             cost = recompute_us(model)
             tokens = max(break_even_tokens(fixed, slope, cost), 1.0)
             predicted = math.ceil(tokens / size) * size if math.isfinite(tokens) else math.inf
-            spent = zip(tested, times[len(FITTED) :], strict=True)
-            measured = next((n for n, us in spent if us < cost * n), math.inf)
-            found.append(Law("break-even", kind, model, "tokens", predicted, measured, 0.25, size, WHY))
+            spent = dict(zip(tested, times[len(FITTED) :], strict=True))
+            measured = next((n for n, us in spent.items() if us < cost * n), math.inf)
+            law = Law("break-even", kind, model, "tokens", predicted, measured, 0.25, size)
+            found.append(law if law.holds else replace(law, why=_why(spent, measured, fixed, slope)))
     return found
+
+
+def _why(spent: dict[int, float], measured: float, fixed: float, slope: float) -> str:
+    """How far the look-up that decided lies from the line."""
+    tokens = min(measured, max(spent))
+    told = f"a look-up of {tokens:,} tokens took {spent[int(tokens)]:.2f} us, the line has {fixed + slope * tokens:.2f}"
+    return f"{told}: {WHY}"
 
 
 def recompute_us(model: str) -> float:

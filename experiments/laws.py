@@ -16,8 +16,8 @@ designs did. It holds within its tolerance or has an explanation that says what 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,13 @@ import pandas as pd
 from kvarena.allocators.config import make_allocator
 from kvarena.allocators.interface import Release
 from kvarena.allocators.interface import Sequence as Tokens
-from kvarena.experiments.budget import PoolTooSmallError
+from kvarena.experiments.budget import Tables, bytes_for_pages
+from kvarena.experiments.laws_why import live_lengths, remainder_why, rounding_why, tail_why, textbook_why
 from kvarena.experiments.wrong_kind import reads
 
 if TYPE_CHECKING:
     from kvarena.experiments.capacity import Cell
+    from kvarena.experiments.traces.base import Request
     from rich.table import Table
 
 PAGES = (1, 4, 16, 64, 256)
@@ -38,9 +40,8 @@ KINDS = ("block", "token")
 SHARERS = (1, 2, 4, 8, 16, 32, 64)
 SYSTEM, OWN = 2048, 128  # tokens of the prefill law
 PERCENT = "% of prompt tokens"
+LIVE = 16  # requests at once in the replay of tails
 TEXTBOOK = "rounding, every length alike"
-ONCE = "a length that only one request knows does not end anywhere in a page"
-FEW = "system prompts are few, and their lengths do not end evenly in a page"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Law:
 
     law, kind, x  which law, whose design, at what page size, number of sharers, or load
     tolerance     relative; `slack` absolute, in the law's own unit, whichever is wider
-    why           what the closed form leaves out, where it is off by more
+    why           what the closed form leaves out, computed where it is off by more (`laws_why.py`); empty: not known
     """
 
     law: str
@@ -167,25 +168,22 @@ def laws(workload: str = "chat", *, pages: Sequence[int] = PAGES, requests: int 
         raise ValueError(
             f"laws: {loaded.name} has no token ids, so that rounding and tails do not show; give another trace"
         )
-    facts = _facts(list(loaded))
+    listed = list(loaded)
+    facts = _facts(listed)
     predicted = {size: _predict(facts, size) for size in pages}
     specs = [{"kind": kind, "page_size": size} for kind in KINDS for size in pages]
-    common: dict[str, Any] = {"allocators": specs, "pool": "100 %", "requests": requests, "kernel_batches": 0}
-    try:
-        prompts = compare(workload, **common)
-        replies = compare(workload, outputs="replay", live=16, **common)
-    except PoolTooSmallError as error:
-        text = f"laws: {len(facts.prompts)} requests of {loaded.name} are too few for pages of {max(pages)} tokens"
-        raise ValueError(f"{text}: a pool that holds them all is too small ({error}); give more requests") from None
+    common: dict[str, Any] = {"requests": requests, "kernel_batches": 0, "pool": _room(facts, listed, specs)}
+    prompts = compare(workload, allocators=specs, **common)
+    replies = compare(workload, allocators=specs, outputs="replay", live=LIVE, **common)
     found: list[Law] = []
+    lengths = live_lengths(listed, LIVE)
     for entry in prompts.manifest["allocators"]:
         kind, size = entry["kind"], entry["page_size"]
         rounding, textbook, tail = predicted[size]
         lost = _rounding_loss(prompts.requests[prompts.requests["allocator"] == entry["name"]])
-        found.append(Law("rounding", kind, str(size), PERCENT, rounding, lost, slack=0.1, why=ONCE))
-        found.append(Law(TEXTBOOK, kind, str(size), PERCENT, textbook, lost, slack=0.1, why=FEW))
-        found.append(_tail(kind, size, tail, replies.steps[replies.steps["allocator"] == entry["name"]]))
-    found += [_distinct(facts, size) for size in pages if size > 1]
+        found += _roundings(kind, size, facts, (rounding, textbook), lost)
+        found.append(_tail(kind, size, tail, replies.steps[replies.steps["allocator"] == entry["name"]], lengths))
+    found += [one for size in pages if size > 1 for one in _distinct(facts, size)]
     found += [table_law(kind, size) for kind in KINDS for size in pages]
     found += [prefill_law(kind, size, n) for kind, size in (("block", 16), ("token", 1)) for n in SHARERS]
     return found + capacity_laws(small_capacity_plan()) + break_even_laws()
@@ -197,6 +195,19 @@ def _facts(trace: Sequence[Any]) -> Facts:
     prompts = np.array([request.num_prompt_tokens for request in trace], np.int64)
     known = np.minimum(np.array(measure_reuse(trace).prefix_tokens, np.int64), prompts - 1)
     return Facts(prompts, known)
+
+
+def _room(facts: Facts, trace: Sequence[Request], specs: Sequence[dict[str, Any]]) -> str:
+    """A pool in which no design ever evicts: every request its own pages for all that no earlier prompt had in whole
+    pages. What is lost is then lost to rounding. (100 % of the distinct tokens is less: large pages are padded.)"""
+    from kvarena.experiments.config import PoolConfig
+
+    whole = np.array([request.num_prompt_tokens + request.num_output_tokens for request in trace], np.int64)
+    tables, shape = Tables(LIVE, int(whole.max())), PoolConfig().shape
+    sizes = {spec["page_size"] for spec in specs}
+    pages = {size: int((-(-whole // size) - facts.known // size).sum()) for size in sizes}
+    needs = [bytes_for_pages(pages[s["page_size"]], s["kind"], s["page_size"], shape, tables) for s in specs]
+    return f"{max(need.pool_bytes for need in needs)} B"
 
 
 def _predict(facts: Facts, size: int) -> tuple[float, float, float]:
@@ -211,17 +222,37 @@ def _rounding_loss(rows: pd.DataFrame) -> float:
     return 100 * float((usable - rows["hit_tokens"]).sum() / rows["num_prompt_tokens"].sum())
 
 
-def _distinct(facts: Facts, size: int) -> Law:
-    """What the textbook form leaves out, tested: with each known length counted once, remainders are as it has them."""
-    lengths = np.unique(facts.known[facts.known >= size])
-    measured = float((lengths % size).mean()) if len(lengths) else 0.0
-    return Law("remainder, each length once", "both", str(size), "tokens", (size - 1) / 2, measured, slack=0.25)
+def _roundings(kind: str, size: int, facts: Facts, predicted: tuple[float, float], lost: float) -> list[Law]:
+    """By known lengths and as in the textbook."""
+    total = int(facts.prompts.sum())
+    laws = (("rounding", rounding_why), (TEXTBOOK, textbook_why))
+    return [
+        _explained(Law(law, kind, str(size), PERCENT, value, lost, slack=0.1), why, facts.known, total, size, lost)
+        for (law, why), value in zip(laws, predicted, strict=True)
+    ]
 
 
-def _tail(kind: str, size: int, predicted: float, steps: pd.DataFrame) -> Law:
+def _explained(law: Law, why: Callable[..., str], *of: Any) -> Law:
+    """With its reason, where it does not hold."""
+    return law if law.holds else replace(law, why=why(*of))
+
+
+def _distinct(facts: Facts, size: int) -> list[Law]:
+    """What the textbook form leaves out, tested: with each known length counted once, remainders are as it has them.
+    Nothing where no prompt knows a page."""
+    lengths, times = np.unique(facts.known[facts.known >= size], return_counts=True)
+    if not len(lengths):
+        return []
+    measured = float((lengths % size).mean())
+    law = Law("remainder, each length once", "both", str(size), "tokens", (size - 1) / 2, measured, slack=0.25)
+    return [_explained(law, remainder_why, lengths, times, size)]
+
+
+def _tail(kind: str, size: int, predicted: float, steps: pd.DataFrame, lengths: np.ndarray[Any, Any]) -> Law:
+    """`lengths`: of the live requests at every step, for the reason."""
     measured = float(steps["tail_slots"].sum() / steps["live"].sum())
-    why = "lengths are few and near a page: they do not end evenly in it"
-    return Law("tail waste", kind, str(size), "slots a request", predicted, measured, slack=0.25, why=why)
+    law = Law("tail waste", kind, str(size), "slots a request", predicted, measured, slack=0.25)
+    return _explained(law, tail_why, lengths, size, measured)
 
 
 def table_law(kind: str, page_size: int, rows: int = 256, max_tokens: int = 4096) -> Law:

@@ -184,7 +184,7 @@ class Replay:
 
     def _make_way(self, request: Request) -> None:
         if request.session_id is not None:
-            for other in [o for o in self._live.values() if _precedes(o.request, request)]:
+            for other in [o for o in self._live.values() if precedes(o.request, request)]:
                 self._end(other)
         if len(self._live) >= self.engine.live:
             self._finish(next(iter(self._live.values())))
@@ -355,7 +355,7 @@ class Replay:
         self.lane.batches.append(BatchRecord(index, self.allocator.page_size, rows))
 
 
-def _precedes(earlier: Request, request: Request) -> bool:
+def precedes(earlier: Request, request: Request) -> bool:
     """Whether the prompt holds the other's reply, so that one has ended. A retry has the same prompt and overlaps."""
     return earlier.session_id == request.session_id and earlier.num_prompt_tokens < request.num_prompt_tokens
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import pytest
-from kvarena.experiments import break_even, laws
+from kvarena.experiments import break_even, laws, laws_why
+from kvarena.experiments.compare import compare
 from kvarena.experiments.laws import Law
+from kvarena.experiments.study import write_table
 from kvarena.experiments.traces import load_trace
+from kvarena.experiments.verify_result import verify
 from support.commands import invoke
 
 mpl.use("Agg")
@@ -132,11 +136,95 @@ def test_break_even_has_to_hold_within_a_page_or_a_quarter() -> None:
     assert (far.holds, near.holds) == (False, True)
 
 
-def test_too_few_requests_and_traces_without_token_ids_are_told_so() -> None:
-    with pytest.raises(ValueError, match=r"2 requests of chat are too few for pages of 256 tokens.*give more requests"):
-        laws.laws("chat", requests=2)
+def test_traces_without_token_ids_are_told_so() -> None:
     with pytest.raises(ValueError, match="mooncake_like has no token ids"):
         laws.laws("mooncake_like", requests=5)
+
+
+@pytest.fixture(scope="module")
+def small() -> dict[str, list[Law]]:
+    """Laws of workloads with few lengths: the parts that depend on the workload."""
+    slow = pytest.MonkeyPatch()
+    slow.setattr(break_even, "break_even_laws", list)
+    slow.setattr(laws, "small_capacity_plan", list)
+    slow.setattr(laws, "table_law", lambda kind, size: Law("table bytes", kind, str(size), "bytes", 1.0, 1.0))
+    slow.setattr(laws, "prefill_law", lambda kind, size, n: Law("prefill gain", kind, str(n), "times", 1.0, 1.0))
+    sizes = {"chat": 2, "few_shot": 60, "prefix_repetition": 20, "no_reuse": 8}
+    try:
+        return {name: laws.laws(name, requests=count, pages=(4, 256)) for name, count in sizes.items()}
+    finally:
+        slow.undo()
+
+
+def test_whatever_does_not_hold_of_few_lengths_has_its_computed_reason(
+    small: dict[str, list[Law]], tmp_path: Path
+) -> None:
+    for name, found in small.items():
+        off = [one for one in found if not one.holds]
+        assert off, name
+        assert all(one.why and any(char.isdigit() for char in one.why) for one in off), off
+        assert not any(one.why for one in found if one.holds)
+        write_table(laws.laws_frame(found, name), tmp_path / "laws.csv")
+        assert verify(tmp_path / "laws.csv").stands
+
+
+def test_both_designs_lose_the_same_to_pages_of_any_size_since_nothing_is_evicted(small: dict[str, list[Law]]) -> None:
+    for name, found in small.items():
+        facts = laws._facts(list(load_trace(name, limit={"chat": 2, "few_shot": 60}.get(name, 0) or None)))
+        for size in (4, 256):
+            lost = {one.measured for one in _of(found, "rounding") if one.x == str(size)}
+            assert len({round(value, 9) for value in lost}) == 1, (name, size)
+            if name in ("chat", "few_shot"):
+                exact = 100 * (facts.known % size).sum() / facts.prompts.sum()
+                assert lost.pop() == pytest.approx(exact, abs=1e-9)
+
+
+def test_a_workload_that_knows_nothing_has_no_remainders(small: dict[str, list[Law]]) -> None:
+    assert not _of(small["no_reuse"], "remainder, each length once")
+    assert _of(small["prefix_repetition"], "remainder, each length once")[0].why == (
+        "one length is all there is, of 256 tokens: it leaves 0"
+    )
+
+
+@pytest.mark.parametrize("size", [4, 16, 256])
+def test_parts_of_the_textbook_miss_add_up_to_it(size: int) -> None:
+    facts = laws._facts(list(load_trace("few_shot", limit=60)))
+    total = int(facts.prompts.sum())
+    lost = 100 * float((facts.known % size).sum() / total)
+    _, textbook, _ = laws._predict(facts, size)
+    why = laws_why.textbook_why(facts.known, total, size, lost)
+    whole, *parts = (float(points) for points in re.findall(r"[+-][0-9.]+", why))
+    assert whole == pytest.approx(lost - textbook, abs=0.006)
+    assert sum(parts) == pytest.approx(whole, abs=0.02)
+
+
+def test_a_loss_that_lengths_do_not_give_has_no_reason() -> None:
+    known = np.array([100, 200, 333])
+    lost = 100 * float((known % 64).sum()) / 1000
+    assert laws_why.rounding_why(known, 1000, 64, lost)
+    for why in (laws_why.rounding_why, laws_why.textbook_why):
+        assert why(known, 1000, 64, lost + 0.1) == ""
+    assert laws_why.tail_why(known, 64, float((-known % 64).mean()))
+    assert laws_why.tail_why(known, 64, 30.0) == ""
+
+
+@pytest.mark.parametrize("name", ["chat", "agents", "recording"])
+def test_lengths_of_live_requests_are_those_of_the_replay(name: str) -> None:
+    trace = list(load_trace(name, limit=40))
+    done = compare(name, allocators=["vllm"], pool="64 GiB", requests=40, outputs="replay", live=4, kernel_batches=0)
+    lengths = laws_why.live_lengths(trace, 4)
+    assert len(lengths) == done.steps["live"].sum()
+    assert lengths.sum() == done.steps["live_tokens"].sum()
+    assert (-lengths % 16).sum() == done.steps["tail_slots"].sum()
+
+
+def test_few_lengths_are_told_from_lengths_that_do_not_end_evenly() -> None:
+    once = np.ones(40, int)
+    chance = laws_why.remainder_why(np.arange(16, 56, dtype=int) * 7 + 1, once, 16)
+    odd = laws_why.remainder_why(np.arange(17, 337, 8, dtype=int), once, 16)
+    assert "so few are known to" in chance
+    assert "do not end evenly" in odd
+    assert "40 of 40 are odd" in odd
 
 
 def test_break_even_of_this_machine_is_judged_by_the_page_of_its_design(found: list[Law]) -> None:
