@@ -200,6 +200,7 @@ def _cell(
         sizing=spec.get("sizing", "pages"),
         policy=policy,
         rows=sizing.rows,
+        row_tokens=server.max_model_len,
         step_tokens=server.step_tokens,
         chunk_tokens=server.chunk_tokens,
         max_model_len=server.max_model_len,
@@ -250,7 +251,7 @@ def losses(load: str, seed: int, rules: Rules, budget_tokens: int) -> tuple[int,
     tail         last pages that are not full
     duplicates   a prefix is computed again until the first to compute it has published it
     reservation  memory kept for tokens that may come: runs, or SGLang's admission
-    rows         no row of the page table is left
+    rows         no row of the page table is left, or a prompt is longer than one
     """
     steps = [
         without(
@@ -262,6 +263,7 @@ def losses(load: str, seed: int, rules: Rules, budget_tokens: int) -> tuple[int,
             publish="reserve",
             reserves=False,
             rows=2**31,
+            row_tokens=2**31,
         )
     ]
     whole = rules.num_pages * rules.page_size
