@@ -41,11 +41,12 @@ def load_workloads(config: Config, source: Any = None) -> list[Workload]:
 
 
 def is_seeded(config: Config, source: Any = None) -> bool:
-    """Whether the workload is a built-in one, which draws from a seed."""
+    """Whether the workload draws from a seed: a built-in one, or a recording by its path."""
     from kvarena.experiments import workloads
+    from kvarena.experiments.traces import is_recording
 
     named = config.workload.trace if source is None else source
-    return isinstance(named, str) and named in workloads.NAMES
+    return (isinstance(named, str) and named in workloads.NAMES) or is_recording(named)
 
 
 def trace_of(config: Config, seed: int, source: Any = None) -> Trace:

@@ -43,8 +43,9 @@ _LOOK_BYTES = 1 << 20  # of the head and of the tail: names of columns stand at 
 def whole(path: Path) -> Iterator[Path]:
     """A name beside `path` to write to, renamed to it when the block ends well and removed when it does not.
 
-    Raises ValueError when the place cannot be written.
+    Raises ValueError when the place cannot be written, and in what an interrupted command left.
     """
+    refuse_in_partial(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,6 +161,7 @@ def refuse_unwritable(path: Path) -> None:
     """Raise ValueError when nothing can be made at `path`, a file or folder to be. It is tried, with an empty folder
     that is gone again: rights alone tell nothing of a mount that is read-only, full, or none for files (/proc).
     """
+    refuse_in_partial(path)
     try:
         first, parent = path.absolute(), path.absolute().parent
         while not parent.exists():
@@ -172,6 +174,25 @@ def refuse_unwritable(path: Path) -> None:
     except OSError as error:
         why = error.strerror or error
         raise ValueError(f"{path}: cannot be written, {path.parent} is no folder that takes files ({why})") from None
+
+
+def refuse_in_partial(path: Path) -> None:
+    """Raise ValueError when `path` lies in what an interrupted command left: its files are known by their hashes, and
+    nothing is added to them."""
+    for folder in list(path.absolute().parents)[:_DEPTH]:
+        if _left_by_an_interrupted(folder):
+            raise ValueError(
+                f"{path}: cannot be written, {folder} is what an interrupted command left; give another place"
+            )
+
+
+def _left_by_an_interrupted(folder: Path) -> bool:
+    from kvarena.experiments.partial import is_partial, read_partial
+
+    try:
+        return is_partial(folder) and bool(read_partial(folder))
+    except ValueError:  # somebody else's partial.json
+        return False
 
 
 def refuse_other_figures(folder: Path, names: Iterable[str], source: str) -> None:

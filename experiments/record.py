@@ -227,6 +227,8 @@ def read_recording(path: Path) -> tuple[list[Recorded], dict[str, str]]:
         metadata = table.schema.metadata or {}
         if metadata.get(b"schema_version") != str(SCHEMA_VERSION).encode():
             raise ValueError(f"expected schema_version {SCHEMA_VERSION}")
+        if b"recording" not in metadata:
+            raise ValueError("its metadata names no recording")
         about = json.loads(metadata[b"recording"])
         columns = {name: table[name].to_pylist() for name in ("request_id", "session_id", "kind", "after")}
         ids = {name: [np.asarray(row.values, np.int32) for row in table[name]] for name in ("tail", "output")}

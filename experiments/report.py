@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvarena.experiments import plots
 from kvarena.experiments.budget import format_bytes
 from kvarena.experiments.config import SCHEMA_VERSION
-from kvarena.experiments.outputs import note_written, refuse_other_figures, save_one, source_of
+from kvarena.experiments.outputs import note_written, refuse_in_partial, refuse_other_figures, save_one, source_of
 from kvarena.experiments.provenance import footer
 from kvarena.experiments.style import printable, save_figure
 from kvarena.experiments.tables import remarks, table_html, tables
@@ -84,6 +84,7 @@ def captions(result: Result) -> dict[str, str]:
 def plot_folder(result: Result, out: Path, force: bool = False) -> list[Path]:
     """All figures into `out`, each renamed into place when it is whole. Raises ValueError when other figures are there,
     unless `force`."""
+    refuse_in_partial(out / "figures")
     if not force:
         refuse_other_figures(out, [*captions(result), "timings"], result_source(result))
     try:

@@ -30,11 +30,13 @@ def report(
 ) -> None:
     """Write one self-contained page of a result of any kind that kvarena verify kinds lists: tables, figures, config
     and provenance; of long tables the first 200 rows. Warns when files were changed since they were written. A folder
-    of several results has no page: give one of them."""
+    of several results has no page: give one of them; nor has what an interrupted command left."""
     from kvarena.experiments.changed import changed_words
     from kvarena.experiments.outputs import check_file
+    from kvarena.experiments.partial import refuse_partial
     from kvarena.experiments.report_pages import write_report_page
 
+    refuse_partial(result)
     place = out or (result if result.is_dir() else Path()) / "report.html"
     check_file(place, "--out", (".html",), ("<meta name='schema_version'",))
     write_report_page(result, place)

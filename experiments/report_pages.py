@@ -80,10 +80,13 @@ def _page_of(page: Page, changed: str) -> str:
 
 
 def reader_of(path: Path) -> Reader:
-    """What reads this kind of result. Raises ValueError naming what is known."""
+    """What reads this kind of result. Raises ValueError naming what is known, and for what an interrupted command left
+    or a table in it."""
+    from kvarena.experiments.partial import refuse_partial
     from kvarena.experiments.report_files import file_reader, no_result
     from kvarena.experiments.report_readers import KINDS
 
+    refuse_partial(path if path.is_dir() else path.parent)
     for name, reader in KINDS.items():
         if (path / name).is_file():
             return reader

@@ -41,12 +41,6 @@ def _result(folder: Path) -> Page:
     return _page_of(load_result(folder))
 
 
-def _partial(folder: Path) -> Page:
-    from kvarena.experiments.partial import load_partial
-
-    return _page_of(load_partial(folder))
-
-
 def _page_of(result: Result) -> Page:
     from kvarena.experiments.plots import draw
     from kvarena.experiments.report import captions, result_footer
@@ -339,5 +333,4 @@ KINDS: dict[str, Reader] = {
     "allocators.jsonl": _allocators,
     "result.json": _result,
     "sweep.json": _sweep,
-    "partial.json": _partial,
 }

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from kvarena.experiments.sweep_workers import LocalWorkers, Outcome, RayWorkers,
 from kvarena.experiments.wrong_kind import reads
 
 INDEX = "sweep.json"
+LATER = {("pending", "finished"), ("pending", "failed"), ("failed", "finished")}
+"""(in the index, in the folder): states of a cell that differ when a sweep was killed, its index being from before."""
 _KEY = re.compile(r"[0-9a-f]{8,64}")
 
 
@@ -100,16 +103,25 @@ def sweep(
             raise Interrupted(
                 f"{done} of {len(cells)} cells are finished in {folder}; the same command goes on from there"
             ) from None
-        finally:
-            _write_index(folder, cells)
+        finally:  # the index last: what it says of an ended sweep is true of its table
             _write_table(folder, cells)
+            _write_index(folder, cells)
     return open_sweep(folder)
 
 
 @reads("sweep")
 def open_sweep(path: Path | str) -> SweepResult:
-    """Read a sweep's folder, finished or not. Raises ValueError when there is none."""
+    """Read a sweep's folder, finished or not, as its cells stand: what was killed has an index and a table from before.
+    Raises ValueError when there is none."""
     folder = Path(path)
+    stated, failures = read_index(folder)
+    cells = [{**cell, "state": _state_now(folder, cell)} for cell in stated]
+    return SweepResult(folder, cells, _table_now(folder, cells, cells != stated), failures)
+
+
+def read_index(folder: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """(key, point and state of each cell as sweep.json has them, what is on record of those that failed). Raises
+    ValueError when they cannot be read."""
     try:
         index = read_json(folder / INDEX)
         keys = {_key_of(cell) for cell in index["cells"]}
@@ -118,8 +130,24 @@ def open_sweep(path: Path | str) -> SweepResult:
         raise ValueError(f"{folder / INDEX}: cannot be read as a sweep ({error})") from None
     if index.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{folder / INDEX}: schema_version: expected {SCHEMA_VERSION}")
-    table = folder / "sweep.csv"
-    return SweepResult(folder, index["cells"], pd.read_csv(table) if table.is_file() else pd.DataFrame(), failures)
+    return index["cells"], failures
+
+
+def _state_now(folder: Path, cell: Mapping[str, Any]) -> str:
+    """The index's word, unless more was done since. A cell that it says is finished and is not there stays missing."""
+    now = _state(folder, cell["key"])
+    return now if (cell["state"], now) in LATER else str(cell["state"])
+
+
+def _table_now(folder: Path, cells: list[dict[str, Any]], behind: bool) -> pd.DataFrame:
+    """sweep.csv, or what it would be where the index is `behind`."""
+    path = folder / "sweep.csv"
+    if behind:
+        try:
+            return pd.read_csv(StringIO(table_of(folder, [(cell["key"], cell["point"]) for cell in cells])))
+        except OSError as error:
+            raise ValueError(f"{folder}: a finished cell cannot be read ({error})") from None
+    return pd.read_csv(path) if path.is_file() else pd.DataFrame()
 
 
 def _key_of(cell: dict[str, Any]) -> str:

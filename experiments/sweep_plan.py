@@ -133,7 +133,8 @@ def _resolve(kind: Kind, base: Mapping[str, Any], sets: list[str]) -> dict[str, 
 
 
 def _key(kind: Kind, config: dict[str, Any], code: str) -> str:
-    files = [config["workload"]["trace"], config["engine"].get("step_times")]
+    asked = config["workload"]
+    files = [asked["trace"], config["engine"].get("step_times"), asked.get("options", {}).get("file") or None]
     contents = [_contents(file) for file in files if file is not None]
     text = json.dumps([kind, config, code, contents], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:20]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ def load_trace(
 
     spec      name of a built-in workload (`chat`, `mooncake_like` ...; options are its parameters, `seed` among them);
               name of a known trace found under KVARENA_TRACES or in the cache (`kvarena trace list`);
-              path of a .jsonl, .csv or .msgpack file, plain or .gz; DataFrame with the fields of a format as columns;
+              path of a .jsonl, .csv or .msgpack file, plain or .gz, or of a .parquet that `kvarena trace record` wrote
+              (options are the parameters of `recording`); DataFrame with the fields of a format as columns;
               list of token lists, or of dicts with the fields of a format; or a Trace
     format    name of a format; None = recognised by the fields of the first row
     speed     arrivals come this many times faster (2.0 halves all gaps); the lengths stay
@@ -48,7 +50,24 @@ def load_trace(
             f"trace: expected a name, a path, a DataFrame or a list of token lists, found {type(spec).__name__}"
         )
     path, name, known_format = catalog.resolve(spec)
+    if is_recording(path):
+        return _recording(path, name, format, speed, limit, options)
     return load.load_file(path, format or known_format, name=name, options=options, **settings)
+
+
+def is_recording(spec: Any) -> bool:
+    """Whether a spec is the path of a recording, whose times are drawn from a seed as a built-in workload's are."""
+    return isinstance(spec, (str, Path)) and Path(spec).suffix.lower() == ".parquet" and not Path(spec).is_dir()
+
+
+def _recording(
+    path: Path, name: str, format: str | None, speed: float, limit: int | None, options: dict[str, Any]
+) -> Trace:
+    """The workload `recording` over this file, under the file's name."""
+    if "file" in options:
+        raise ValueError(f"option 'file': expected none with the path of a recording, found {options['file']!r}")
+    made = _built_in("recording", format, speed, limit, {**options, "file": str(path)})
+    return replace(made, name=name)
 
 
 def _check_settings(speed: float, limit: int | None) -> None:

@@ -9,7 +9,7 @@ prompt comes. The recording that ships was made with SmolLM2-135M-Instruct.
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -52,14 +52,16 @@ def make(seed: int = 0, shape: Shape | None = None) -> Trace:
     check_number("dialogues_per_s", shape.dialogues_per_s, maximum=1e6)
     if not isinstance(shape.file, str):
         raise ValueError(f"file: expected the path of a recording, found {shape.file!r}")
-    rows = _recording(str(shape.file or SHIPPED))
+    path = Path(shape.file or SHIPPED)
+    rows = _recording(str(path), path.stat().st_mtime_ns if path.is_file() else 0)
     rng = np.random.default_rng([seed, 0x4EC0])
-    return trace_of("recording", in_arrival_order(_timed(rows, rng, shape)), {"seed": seed, **asdict(shape)})
+    made = trace_of("recording", in_arrival_order(_timed(rows, rng, shape)), {"seed": seed, **asdict(shape)})
+    return replace(made, path=path) if shape.file else made  # a file of one's own is an input, and is hashed as one
 
 
-@functools.cache
-def _recording(path: str) -> list[tuple[Recorded, Tokens]]:
-    """Each request with its whole prompt, in the order of the file."""
+@functools.lru_cache(maxsize=4)
+def _recording(path: str, changed: int) -> list[tuple[Recorded, Tokens]]:
+    """Each request with its whole prompt, in the order of the file. changed: when it was written, nanoseconds."""
     found: list[tuple[Recorded, Tokens]] = []
     said: dict[str, Tokens] = {}
     for row in read_recording(Path(path))[0]:

@@ -7,12 +7,16 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from kvarena.experiments import workloads
 from kvarena.experiments.compare import compare
 from kvarena.experiments.record import read_recording, write_recording
+from kvarena.experiments.results import finished_folder
+from kvarena.experiments.traces import load_trace
 from kvarena.experiments.traces.base import Request
 from kvarena.experiments.traces.describe import describe
+from kvarena.experiments.verify_result import verify
 from kvarena.experiments.workloads import recording
 from support.commands import invoke
 
@@ -93,12 +97,47 @@ def test_a_recording_of_ones_own_is_replayed_by_its_path(tmp_path: Path) -> None
     write_recording(rows[:20], tmp_path / "mine.parquet", about)
     shown = invoke("trace", "describe", "recording", "--set", f"file={tmp_path / 'mine.parquet'}").stdout
     assert "recording: 20 requests" in shown
+    assert "mine: 20 requests" in invoke("trace", "describe", tmp_path / "mine.parquet").stdout
     with pytest.raises(ValueError, match="cannot be read as a recording"):
         workloads.make("recording", file=str(tmp_path / "none.parquet"))
+    with pytest.raises(ValueError, match=r"none\.parquet': expected a path that exists"):
+        invoke("trace", "describe", tmp_path / "none.parquet")
+    pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "table.parquet")
+    with pytest.raises(ValueError, match=r"table\.parquet: cannot be read as a recording"):
+        invoke("trace", "describe", tmp_path / "table.parquet")
+    with pytest.raises(ValueError, match="option 'file': expected none with the path of a recording"):
+        load_trace(tmp_path / "mine.parquet", file="other.parquet")
     with pytest.raises(ValueError, match="think_median_s"):
         workloads.make("recording", think_median_s=0)
     with pytest.raises(ValueError, match=r"--out: expected a file \.parquet"):
         invoke("trace", "record", "--out", tmp_path / "r.jsonl")
+
+
+def test_a_recordings_path_and_its_file_option_are_the_same_requests_in_every_command(tmp_path: Path) -> None:
+    rows, about = read_recording(recording.SHIPPED)
+    mine = tmp_path / "mine.parquet"
+    write_recording(rows[:12], mine, about)
+    common = {"pool": "100 %", "kernel_batches": 0, "seeds": 2}
+    made = {"path": compare(str(mine), **common), "option": compare("recording", options={"file": str(mine)}, **common)}
+    assert made["path"].summary.equals(made["option"].summary)
+    assert made["path"].requests.equals(made["option"].requests)
+    assert set(made["path"].summary["seed"]) == {0, 1}  # the seed draws the times of a path's recording too
+    for name, result in made.items():
+        assert [item["name"] for item in result.provenance["inputs"]] == ["mine.parquet"]
+        with finished_folder(tmp_path / name) as partial:
+            result._write_tables(partial)
+        assert verify(tmp_path / name).stands
+        assert "served" in invoke("explain", tmp_path / name, "--quiet").stdout
+    invoke("compare", "--trace", mine, "--pool", "100 %", "--set", "kernel_batches=0")
+    invoke("compare", "recording", "--set", f"options.file={mine}", "--pool", "100 %", "--set", "kernel_batches=0")
+    with pytest.raises(
+        ValueError, match=r"file: unknown field; known: trace.*; a parameter of a workload is options\.file"
+    ):
+        invoke("compare", "recording", "--set", f"file={mine}")
+    write_recording(rows[:18], mine, about)  # other contents under the same name are read anew, and noticed
+    assert load_trace(mine).num_requests == 18
+    for name in made:
+        assert any("is not the trace that was replayed" in problem for problem in verify(tmp_path / name).problems)
 
 
 def test_it_is_replayed_without_torch() -> None:

@@ -122,7 +122,7 @@ def test_all_that_lies_in_results_has_a_page_or_the_error_says_which_result_has(
 
 def test_every_kind_that_verify_knows_has_a_reader(tmp_path):
     """A kind is a folder that the readers of folders know, or a file; a folder without a reader would be refused."""
-    folders = {"partial", "resample", "sweep", "compare", "run", "capacity", "rate", "ladder", "ablations"}
+    folders = {"resample", "sweep", "compare", "run", "capacity", "rate", "ladder", "ablations"}
     folders |= {"page-size study", "claims", "aged pools", "allocator benchmark"}
     assert folders < {kind.name for kind in KINDS}
     named = dict.fromkeys(("compare", "run", "capacity", "rate"), "result.json")

@@ -18,6 +18,7 @@ from kvarena.experiments.config import config_from_mapping
 from kvarena.experiments.sweep import open_sweep, sweep
 from kvarena.experiments.sweep_plan import code_digest, load_sweep, points, sweep_cells
 from kvarena.experiments.sweep_workers import LocalWorkers, Outcome, carry_out
+from kvarena.experiments.verify_result import verify
 from support.sweeps import BASE, GRID, DeadlyCell, config_file, finished, group_is_gone, start, wait_for, written
 
 CELLS = 12
@@ -228,6 +229,10 @@ def test_sigkill_at_any_moment_and_again_ends_with_the_results_of_an_undisturbed
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
         wait_for(lambda group=process.pid: group_is_gone(group), 20)
+        verdict = verify(out)
+        assert verdict.problems == []
+        assert verdict.notes[0].startswith(f"{len(finished(out))} of {CELLS} cells are finished; the same command")
+        assert [cell["state"] for cell in open_sweep(out).cells].count("finished") == len(finished(out))
         for folder in finished(out):
             assert {p.name for p in folder.iterdir()} == {p.name for p in (done.path / "cells" / folder.name).iterdir()}
     survived = {path.name: path.stat().st_ino for path in finished(out)}

@@ -29,7 +29,7 @@ from kvarena.experiments.results import KEYS, Result, load_result
 from kvarena.experiments.sweep import open_sweep
 from kvarena.experiments.verify_result import verify
 from support.commands import invoke
-from support.interrupts import interrupted, nth_call, stop
+from support.interrupts import ROOT, interrupted, nth_call, stop
 from support.small import OPTIONS
 
 SETS = ("trace='chat'", "requests=40", "options={num_sessions=8}", "pool=['450 MiB', '900 MiB']", "speed=20.0")
@@ -121,17 +121,47 @@ def left(tmp_path_factory):
     return partial_folder(out)
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_nothing_is_written_into_what_an_interrupted_command_left(left, tmp_path):
+    before = contents(left)
+    chat = ROOT / "results" / "paper" / "chat"
+    laws = ["laws", "--saved", ROOT / "results" / "laws.csv"]
+    for arguments in (
+        ["report", chat, "--out", left / "page.html"],
+        ["report", chat, "--out", left / "deeper" / "page.html"],
+        ["plot", chat, "--out", left / "figures"],
+        ["plot", chat, "--out", left, "--force"],
+        [*laws, "--out", left / "laws.csv"],
+        [*laws, "--figure", left / "laws.png"],
+        ["config", "init", left / "config2.toml"],
+    ):
+        with pytest.raises(ValueError, match=r"is what an interrupted command left; give another place"):
+            invoke(*arguments)
+    assert contents(left) == before
+    (tmp_path / "partial.json").write_text("[1, 2]")  # of another program
+    invoke(*laws, "--out", tmp_path / "laws.csv")
+    assert (tmp_path / "laws.csv").is_file()
+
+
 def test_nothing_that_reads_results_takes_a_partial_one(left, tmp_path):
     readers = (
         ["plot", left, "--out", tmp_path / "figures"],
         ["bounds", left],
         ["explain", left],
         ["timeline", left, "--out", tmp_path / "t.json"],
+        ["report", left],
+        ["report", left, "--out", tmp_path / "page.html"],
+        ["report", left / "summary.csv", "--out", tmp_path / "page.html"],
     )
+    before = contents(left)
     for arguments in readers:
         with pytest.raises(ValueError, match=r"is PARTIAL and no result: .* interrupted with 2 of 4 cells"):
             invoke(*arguments)
     assert list(tmp_path.iterdir()) == []
+    assert contents(left) == before
     moved = left.rename(left.with_name("out"))  # under the name of a result it is none either
     with pytest.raises(ValueError, match="is PARTIAL and no result"):
         load_result(moved)
@@ -257,6 +287,10 @@ def kept_tables(out: Path, kind: str, *names: str) -> dict[str, pd.DataFrame]:
     verdict = verify(folder)
     assert len(verdict.problems) == 1
     assert "is PARTIAL and no result" in verdict.problems[0]
+    before = contents(folder)
+    with pytest.raises(ValueError, match=f"is PARTIAL and no result: the {kind} was interrupted"):
+        invoke("report", folder)
+    assert contents(folder) == before
     return {name: pd.read_csv(folder / f"{name}.csv", keep_default_na=False) for name in names}
 
 

@@ -19,7 +19,7 @@ from kvarena.experiments.engine.run_config import run_config
 from kvarena.experiments.forking import ALPACA, frame, saving
 from kvarena.experiments.results import KEYS, Result, load_result
 from kvarena.experiments.style import printable
-from kvarena.experiments.sweep import sweep
+from kvarena.experiments.sweep import open_sweep, sweep
 from kvarena.experiments.verify_numbers import COMPARE, RUN, UNSEEN
 from kvarena.experiments.verify_result import Verdict, verify, verify_tables
 from support.commands import invoke
@@ -278,7 +278,9 @@ def swept(tmp_path_factory):
 def test_a_sweep_stands_cell_by_cell_and_says_what_is_missing(swept):
     verdict = verify(swept)
     assert verdict.problems == []
-    assert verdict.notes == ["2 of 4 cells are not finished"]  # 1 byte holds no page
+    assert verdict.notes == [  # 1 byte holds no page
+        "2 of 4 cells are finished, 2 failed; the same command into the same folder goes on from there"
+    ]
     assert verdict.checked["index"] == 4
     assert verdict.checked["files"] == 2 * 6
 
@@ -302,6 +304,104 @@ def test_a_sweep_whose_table_or_cell_was_edited_is_found(swept, tmp_path):
         "is failed, the index says finished",
     ):
         assert said in problems
+
+
+def killed(swept, tmp_path, states, table):
+    """The folder as SIGKILL leaves it: an index from before, and no table or an earlier one."""
+    out = shutil.copytree(swept, tmp_path / "out")
+    index = json.loads((out / "sweep.json").read_text())
+    for cell, state in zip(index["cells"], states, strict=True):
+        cell["state"] = state
+    (out / "sweep.json").write_text(json.dumps(index))
+    lines = (out / "sweep.csv").read_text().splitlines(keepends=True)
+    (out / "sweep.csv").unlink()
+    if table is not None:
+        (out / "sweep.csv").write_text("".join(lines[: 1 + table]))
+    return out, [cell["key"] for cell in index["cells"]]
+
+
+KILLED = {
+    "the first run": (["pending"] * 4, None),
+    "a longer sweep": (["finished", "failed", "pending", "pending"], 1),
+    "failed cells tried again": (["failed", "failed", "finished", "failed"], 1),
+    "before its table": (["finished", "pending", "finished", "pending"], 2),
+}
+
+
+@pytest.mark.parametrize(("states", "table"), KILLED.values(), ids=KILLED)
+def test_a_killed_sweep_stands_with_what_its_cells_say(swept, tmp_path, states, table):
+    out, keys = killed(swept, tmp_path, states, table)
+    verdict = verify(out)
+    assert verdict.problems == []
+    assert verdict.notes == [
+        "2 of 4 cells are finished, 2 failed; the same command into the same folder goes on from there",
+        "it was killed: its index and sweep.csv are from before, and are written anew when it goes on",
+    ]
+    assert invoke("verify", "result", out).exit_code == 0
+    made = open_sweep(out)  # what other commands see of it
+    assert [cell["state"] for cell in made.cells] == ["finished", "failed", "finished", "failed"]
+    assert set(made.table["cell"]) == {keys[0], keys[2]}
+    assert made.table.equals(open_sweep(swept).table)
+    for folder in (out / "cells").iterdir():
+        shutil.rmtree(folder)
+    if "finished" not in states and table is None:
+        assert verify(out).notes[0].startswith("0 of 4 cells are finished, 2 failed;")
+        assert verify(out).stands
+
+
+def cell_rows_edited(out, keys):
+    frame = pd.read_csv(out / "cells" / keys[0] / "summary.csv")
+    frame["hit_tokens"] += 1
+    frame.to_csv(out / "cells" / keys[0] / "summary.csv", index=False)
+
+
+def cell_cut(out, keys):
+    file = out / "cells" / keys[0] / "requests.parquet"
+    file.write_bytes(file.read_bytes()[:100])
+
+
+DAMAGE = {
+    "a number of a cell": (cell_rows_edited, "hit_tokens is"),
+    "a cut file of a cell": (cell_cut, "requests.parquet"),
+    "a cell without its manifest": (
+        lambda out, keys: (out / "cells" / keys[0] / "result.json").unlink(),
+        "result.json",
+    ),
+    "a cell without its summary": (lambda out, keys: (out / "cells" / keys[0] / "summary.csv").unlink(), "summary"),
+    "a cell that the index has and that is gone": (
+        lambda out, keys: shutil.rmtree(out / "cells" / keys[2]),
+        "is pending, the index says finished",
+    ),
+    "a number of the table": (
+        lambda out, keys: (out / "sweep.csv").write_text((out / "sweep.csv").read_text().replace("vllm", "mllv", 1)),
+        "sweep.csv: is not",
+    ),
+    "a foreign row of the table": (
+        lambda out, keys: (out / "sweep.csv").write_text((out / "sweep.csv").read_text().replace(keys[0], "abc", 1)),
+        "sweep.csv: is not",
+    ),
+    "a point of the table": (
+        lambda out, keys: (out / "sweep.csv").write_text(
+            (out / "sweep.csv").read_text().replace(f"{keys[0]},1,", f"{keys[0]},7,")
+        ),
+        "sweep.csv: is not",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE)
+def test_what_is_damaged_in_a_killed_sweep_is_wrong_all_the_same(swept, tmp_path, damage, said):
+    out, keys = killed(swept, tmp_path, ["pending", "failed", "finished", "failed"], 1)
+    assert verify(out).stands
+    damage(out, keys)
+    problems = verify(out).problems
+    assert any(said in problem for problem in problems), problems
+    assert invoke("verify", "result", out).exit_code == 1
+
+
+def test_a_table_that_lacks_cells_is_wrong_where_nothing_was_killed(swept, tmp_path):
+    out, _ = killed(swept, tmp_path, ["finished", "failed", "finished", "failed"], 1)
+    assert verify(out).problems == ["sweep.csv: is not the finished cells' summaries, row for row"]
 
 
 @pytest.mark.parametrize("key", ["../../elsewhere", "/etc", "", "..", 7, None, ["a"]])
