@@ -357,7 +357,7 @@ def label(spec: Design) -> str:
 
 def block(**fields: Any) -> Design:
     """A block design (vLLM 0.32.0 rules), with fields replaced: `kv.block(page_size=64)`."""
-    return design({**PRESETS["vllm"], **fields})
+    return design({"kind": "block", **fields})  # page_size set only where it is stated: `unit = "ids"` goes by that
 
 
 def token(**fields: Any) -> Design:

@@ -143,8 +143,9 @@ def fit_pool(
     num_pages = (pool_bytes - one.table_bytes - one.slot_mapping_bytes) // page - 1
     if num_pages < 1:
         raise PoolTooSmallError(
-            f"pool: {pool_bytes} bytes hold no page of {kind}: a page of {page_size} tokens takes {page} bytes, the "
-            f"padding page as much, the table {one.table_bytes} and slot_mapping {one.slot_mapping_bytes}"
+            f"pool: {pool_bytes} bytes hold no page of {kind}: a page of {page_size * tokens_per_id} tokens takes "
+            f"{page} bytes, the padding page as much, the table {one.table_bytes} and slot_mapping "
+            f"{one.slot_mapping_bytes}; give a larger pool"
         )
     if (num_pages + 1) * page_size > MAX_SLOTS:
         raise ValueError(

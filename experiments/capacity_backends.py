@@ -74,6 +74,13 @@ _TABLE = (
 BACKENDS: dict[str, BackendPages] = {entry.name: entry for entry in _TABLE}
 
 
+def backend_rows() -> list[dict[str, object]]:
+    """A row a backend: its name, the page sizes that it reads, and the one that is chosen, tokens."""
+    return [
+        {"backend": name, "reads": entry.text(), "chosen": page_size_for([name])} for name, entry in BACKENDS.items()
+    ]
+
+
 def backend_pages(name: str) -> BackendPages:
     """The backend of that name; ValueError lists the known ones."""
     if name not in BACKENDS:

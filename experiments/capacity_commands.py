@@ -55,13 +55,14 @@ def capacity(
     """
     from kvarena.experiments.budget import parse_bytes
     from kvarena.experiments.capacity import DESIGNS, capacity_plan
+    from kvarena.experiments.capacity_backends import backend_rows
     from kvarena.experiments.capacity_card import read_measured
     from kvarena.experiments.capacity_sizing import card
     from kvarena.experiments.capacity_study import backends_table, joined, load_capacity, refuse_other, run_study
     from kvarena.experiments.foreign import reading
 
     if backends:
-        print_rich(backends_table(), piped_columns=COLUMNS)
+        print_rows(backend_rows()) if as_json else print_rich(backends_table(), piped_columns=COLUMNS)
         return
     if out is not None:  # the plan itself takes seconds
         refuse_other(out)

@@ -20,7 +20,7 @@ import pandas as pd
 from kvarena.experiments import partial
 from kvarena.experiments.budget import format_bytes
 from kvarena.experiments.capacity import DECLARED, PANELS, PARTS, Cell, Found, beyond_sizes, measure
-from kvarena.experiments.capacity_backends import BACKENDS, page_size_for
+from kvarena.experiments.capacity_backends import backend_rows
 from kvarena.experiments.capacity_loads import load_shape
 from kvarena.experiments.capacity_sizing import Server
 from kvarena.experiments.engine.step_time import GpuTimes, load_gpu_times
@@ -328,6 +328,6 @@ def backends_table() -> Table:
     shown = Table(title="Page size by attention backend", title_justify="left")
     for head in ("backend", "reads", "chosen"):
         shown.add_column(head, justify="right" if head == "chosen" else "left")
-    for name, entry in BACKENDS.items():
-        shown.add_row(name, entry.text(), str(page_size_for([name])))
+    for row in backend_rows():
+        shown.add_row(*map(str, row.values()))
     return shown

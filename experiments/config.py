@@ -35,12 +35,13 @@ class WorkloadConfig(_Section):
     format    of the file; None: told by its contents
     seeds     how many seeds (0, 1, ...), or a list of them; a trace without randomness has one run
     requests  only the first so many; None: all
-    unit      "tokens", or "ids": each id of a hashed trace is one token (page_size then counts ids)
+    unit      "tokens", or "ids": each id of a hashed trace is one token. page_size then counts ids, and where it is not
+              stated an id is a page
     resample  k >= 1: the k-th draw of the trace's sessions or prefix families (`families.py`); None: as it is
     replies   what is assumed of replies: "trace" (as the trace has them), "none", "unreachable", "inferred" or
               "recorded" (see `traces/outputs.py`); "band" replays prompts alone and, for the lower edge of the rate,
               once more with unreachable replies
-    options   parameters of a built-in workload
+    options   parameters of a built-in workload or of a recording, reader options of a file's format
     """
 
     trace: StrictStr = "chat"
@@ -141,7 +142,7 @@ class Config(_Section):
 
     def entries(self) -> list[AllocatorEntry]:
         """The allocators, resolved. Raises ValueError for an unknown name, key or value."""
-        return allocator_entries(self.allocators)
+        return allocator_entries(self.allocators, self.workload.unit)
 
     def resolved(self) -> dict[str, Any]:
         """Every field with its value, ready for TOML; what is None is left out."""
@@ -233,7 +234,8 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
     if parts[0] in SECTION_OF and (len(parts) == 1 or parts[0] not in SECTIONS):
         parts = [SECTION_OF[parts[0]], *parts]
     if len(parts) < 2 or parts[0] not in SECTIONS:
-        raise ConfigError(key, f"unknown field; known: {', '.join([*SECTION_OF, 'allocators.N.FIELD'])}")
+        known = f"known: {', '.join([*SECTION_OF, 'allocators.N.FIELD'])}"
+        raise ConfigError(key, f"unknown field; {known}; a parameter of a workload is options.{key}")
     target = data
     for part in parts[:-1]:
         target = target.setdefault(part, {})

@@ -257,12 +257,14 @@ def _check_against(result: Result, cell: Cell, found: Explanation) -> None:
 
 def summarise(found: Iterable[Explanation]) -> pd.DataFrame:
     """Prompt tokens by reason over all requests: index "served" and the reasons; a column of tokens and one of shares
-    for each allocator. Tokens of a column add up to the prompts."""
+    for each allocator. Tokens of a column add up to the prompts. Shares are of the requests that were admitted, as hit
+    rates are: that of "served" is the token hit rate, "refused" has none."""
     table = pd.DataFrame({"meaning": {"served": "from the cache", **REASONS}})
     for one in found:
         counts = pd.Series({"served": one.table["hit_tokens"].sum(), **one.table[list(REASONS)].sum()}).astype(int)
         table[one.entry.name] = counts
-        table[f"{one.entry.name} share"] = counts / counts.sum() if counts.sum() else float("nan")
+        counted = counts.where(counts.index != "refused")
+        table[f"{one.entry.name} share"] = counted / (counted.sum() or float("nan"))
     return table
 
 

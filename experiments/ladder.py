@@ -45,7 +45,7 @@ from kvarena.experiments.pools import plan as plan_pools
 from kvarena.experiments.pools import pool_sizes
 from kvarena.experiments.provenance import provenance
 from kvarena.experiments.shapley import apportion, interaction, marginals, shapley
-from kvarena.experiments.specs import allocator_entry, display_label
+from kvarena.experiments.specs import allocator_entry, an_id_a_page, display_label
 from kvarena.experiments.sweep import SweepResult, sweep, write_whole
 from kvarena.experiments.sweep_plan import kind_of
 from kvarena.experiments.wrong_kind import reads
@@ -197,14 +197,14 @@ def _resolve(
         raise ValueError(f"{workloads[0].trace.name} has lengths only: nothing that a design does to hits can show")
     if workloads[0].tokens_per_id > 1:  # where ids are tokens, both designs get an id a page
         specs = (("lower", lower), ("upper", upper))
-        ends = [{**allocator_entry(spec).as_toml(), "page_size": 1, "name": name} for name, spec in specs]
+        ends = [{**an_id_a_page(allocator_entry(spec)).as_toml(), "name": name} for name, spec in specs]
         config = config_from_mapping({**sizing, "engine": engine, "allocators": ends})
     sizes = pool_sizes(config, workloads, config.entries())
     try:
         if kind_of(base) == "compare":
             plan_pools(config, workloads, config.entries())  # says at once if a request fits no pool
     except PoolTooSmallError as error:
-        raise ValueError(f"ladder: pool {resolved['pool']['pool']}: {error}; give a larger --pool") from None
+        raise ValueError(f"ladder: pool {resolved['pool']['pool']}: {error}") from None
     resolved["pool"]["pool"] = [f"{size} B" for size in sizes]
     return resolved, workloads
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from kvarena.allocators.config import Design, design
+from kvarena.allocators.config import Design
 from kvarena.allocators.free_queue import FreeQueue
 from kvarena.allocators.general import GeneralAllocator
 from kvarena.allocators.interface import Commit, Reservation, Sequence
@@ -33,11 +33,12 @@ from kvarena.experiments.outputs import refuse_other_options
 from kvarena.experiments.pools import Cell, plan
 from kvarena.experiments.replay import Replay
 from kvarena.experiments.results import refuse_others
+from kvarena.experiments.specs import ID_PAGE
 from kvarena.experiments.sweep import write_whole
 from kvarena.experiments.wrong_kind import reads
 
 MANIFEST = "ablations.json"
-PAGE_SIZE = 16  # of both designs: their tables are compared in bytes
+PAGE_SIZE = 16  # of both designs: their tables are compared in bytes; where a trace is replayed by its ids, an id
 ENTRY_BYTES = 4  # int32, of both tables
 # name -> (kind, what is switched)
 DESIGNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -101,8 +102,10 @@ def ablations(
     `tick` is told of each cell. Raises ValueError for a wrong config, and when `out` holds other files, or ablations
     with other options.
     """
-    specs = [_spec(name) for name in DESIGNS]
-    config = config_from_mapping(apply_sets({**base, "allocators": specs}, sets))
+    sets = list(sets)
+    config = _config(base, sets, PAGE_SIZE)
+    if config.workload.unit == "ids":
+        config = _config(base, sets, ID_PAGE)
     _refuse_other(Path(out), config)
     partial.refuse_other_partial(partial.partial_folder(Path(out)))
     workloads = load_workloads(config)
@@ -114,12 +117,17 @@ def ablations(
         "trace": trace.name,
         "visible": asdict(trace.visible),
         "pools": sorted({row["pool_bytes"] for row in rows}),
+        "tokens_per_id": workloads[0].tokens_per_id,
         "designs": {name: {"kind": kind, **fields} for name, (kind, fields) in DESIGNS.items()},
         "config": config.resolved(),
     }
     made = Ablations(manifest, pd.DataFrame(rows), pd.DataFrame(list(time_removals(lengths))))
     save(made, Path(out))
     return made
+
+
+def _config(base: Mapping[str, Any], sets: list[str], page_size: int) -> Config:
+    return config_from_mapping(apply_sets({**base, "allocators": [_spec(name, page_size) for name in DESIGNS]}, sets))
 
 
 def _rows(cells: list[Cell], config: Config, out: Path, tick: Callable[[str], None] | None) -> list[dict[str, Any]]:
@@ -146,14 +154,15 @@ def again_rows(made: Ablations) -> list[dict[str, Any]]:
     return [_row(cell, config) for cell in plan(config, load_workloads(config), config.entries())]
 
 
-def _spec(name: str) -> dict[str, Any]:
+def _spec(name: str, page_size: int) -> dict[str, Any]:
     kind, fields = DESIGNS[name]
-    return {"name": name, "kind": kind, "page_size": PAGE_SIZE, "form": "general", **fields}
+    return {"name": name, "kind": kind, "page_size": page_size, "form": "general", **fields}
 
 
 def _row(cell: Cell, config: Config) -> dict[str, Any]:
-    kind, fields = DESIGNS[cell.entry.name]
-    rules = design({"kind": kind, "page_size": PAGE_SIZE, "form": "general", **fields})
+    kind, rules = cell.entry.kind, cell.entry.design
+    if rules is None:
+        raise ValueError(f"ablations: {cell.entry.name!r} is an allocator of the user's own; expected a design")
     allocator = CountingAllocator(cell.budget.num_pages, rules)
     lane = Replay(allocator, config.engine).run(cell.workload.requests)
     counted = metrics.summarise_requests(lane.requests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 LADDER_EXAMPLES = """Examples:\n
 kvarena ladder chat --set options.num_sessions=20 --out out/ladder\n
 kvarena ladder chat --pool '20 %' --live 8 --outputs replay --out out/overlap\n
+kvarena ladder mooncake-conversation --set unit=ids --pool '5 %' --pool '25 %' --out out/ids\n
 kvarena ladder my-run.toml --rung result_lag=0:1 --rung order=fcfs:lpm --out out/engine\n
 kvarena ladder --show out/ladder"""
 
@@ -46,7 +48,9 @@ def ladder(
     rung: Annotated[
         list[str] | None, typer.Option(help="One more rung, NAME=FROM:TO, of the engine or allocator. Repeatable.")
     ] = None,
-    pool: Annotated[str | None, typer.Option(help="Pool size; default 30 % of the working set.")] = None,
+    pool: Annotated[
+        list[str] | None, typer.Option(help="Pool size; repeatable. Default 30 % of the working set.")
+    ] = None,
     live: Annotated[int | None, typer.Option(help="Requests that overlap.", min=1)] = None,
     outputs: Annotated[str | None, typer.Option(help="none or replay.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes at once; default: one a core.", min=1)] = None,
@@ -81,7 +85,8 @@ def ladder(
     if what is None or out is None:
         raise ValueError("ladder: expected a trace or a config, and --out; or --show with a finished ladder")
     base, asked = read_base(what)
-    sets = [*(f"{name}={value}" for name, value in _given(pool=pool, live=live, outputs=outputs)), *(set_ or [])]
+    sets = [*(f"{name}={value}" for name, value in _given(pool=_listed(pool), live=live, outputs=outputs))]
+    sets += set_ or []
     extra = {**asked.get("rungs", {}), **dict(_ends_of(text) for text in rung or [])}
     made = run_ladder(
         base,
@@ -155,6 +160,15 @@ def _show_ablations(made: Ablations, as_json: bool) -> None:
 
 def _given(**flags: Any) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in flags.items() if value is not None]
+
+
+def _listed(values: list[str] | None) -> str | None:
+    """Several values as a TOML list, one as it is."""
+    from kvarena.experiments.config import toml_value
+
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else json.dumps([toml_value(value) for value in values])
 
 
 def _spec(text: str) -> Any:

@@ -23,7 +23,7 @@ from kvarena.experiments.config import SECTION_OF
 from kvarena.experiments.foreign import read_json, read_toml
 from kvarena.experiments.outputs import refuse_other_options
 from kvarena.experiments.results import refuse_others
-from kvarena.experiments.specs import AllocatorEntry, allocator_entry
+from kvarena.experiments.specs import ID_PAGE, AllocatorEntry, allocator_entry
 from kvarena.experiments.sweep import write_whole
 from kvarena.experiments.sweep_plan import Kind, SweepCell, kind_of, sweep_cells
 
@@ -102,6 +102,8 @@ def plan_ladder(
     Raises ValueError for more than MAX_RUNGS rungs, for a subset that is no legal design, and for unknown fields.
     """
     ends = [allocator_entry(lower), allocator_entry(upper)]
+    if _by_ids(base, visible) and ends[0].page_size == ends[1].page_size:  # else both get an id a page below
+        ends = [allocator_entry(spec, "ids") for spec in (lower, upper)]
     for entry in ends:
         if entry.kind not in ("block", "token"):
             raise ValueError(f"ladder: expected designs of kind block or token, found {entry.name!r} ({entry.kind})")
@@ -209,8 +211,12 @@ def unseen(
 
 def _page_of_ids(base: Mapping[str, Any], visible: Visible, differing: Mapping[str, Any]) -> dict[str, Any]:
     """The page size that both ends get where ids stand for tokens and the ends do not agree on one: an id a page."""
-    ids = base.get("workload", {}).get("unit") == "ids" and visible.grain > 1
-    return {"page_size": 1} if ids and "page_size" in differing else {}
+    return {"page_size": ID_PAGE} if _by_ids(base, visible) and "page_size" in differing else {}
+
+
+def _by_ids(base: Mapping[str, Any], visible: Visible) -> bool:
+    """Whether each token of the replay is an id that stands for several."""
+    return base.get("workload", {}).get("unit") == "ids" and visible.grain > 1
 
 
 # --- rungs ---

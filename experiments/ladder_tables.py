@@ -18,12 +18,12 @@ STRONGEST = 6  # pairs that are printed
 
 
 def ladder_tables(made: Ladder, pool: int | None = None) -> Iterator[Any]:
-    """Attribution, what cannot be seen, and the strongest pairs, at one pool."""
-    pool = made.reference_pool if pool is None else pool
-    yield _attribution(made, pool)
-    if made.manifest["held"]:
-        yield _held(made, pool)
-    yield _pairs(made, pool)
+    """Attribution, what cannot be seen, and the strongest pairs, at one pool; by default at each of them."""
+    for size in made.manifest["pools"] if pool is None else [pool]:
+        yield _attribution(made, size)
+        if made.manifest["held"]:
+            yield _held(made, size)
+        yield _pairs(made, size)
 
 
 def _attribution(made: Ladder, pool: int) -> Table:
@@ -36,7 +36,7 @@ def _attribution(made: Ladder, pool: int) -> Table:
     )
     thrown = "preemptions" if manifest["of"] == "run" else "early ends"
     timed = bool(manifest.get("time_rounds", 0))
-    heads = ["hit tokens", "points", "from..to, points", "concurrency", thrown]
+    heads = ["hit tokens", "points", "least..most, points", "concurrency", thrown]
     heads += ["allocator µs a request (rounds)"] if timed else []
     table.add_column("rung")
     table.add_column("from -> to")
@@ -103,7 +103,7 @@ def _text(value: Any) -> str:
 def _held(made: Ladder, pool: int) -> Table:
     from rich.table import Table
 
-    table = Table(title="Not observable here")
+    table = Table(title=f"Not observable here{_at(made, pool)}")
     table.add_column("field")
     table.add_column("why")
     for name, why in made.manifest["held"].items():
@@ -113,10 +113,14 @@ def _held(made: Ladder, pool: int) -> Table:
     return table
 
 
+def _at(made: Ladder, pool: int) -> str:
+    return f", pool {format_bytes(pool)}" if len(made.manifest["pools"]) > 1 else ""
+
+
 def _pairs(made: Ladder, pool: int) -> Table:
     from rich.table import Table
 
-    table = Table(title="Pairs that do more (+) or less (-) together than apart, hit tokens")
+    table = Table(title=f"Pairs that do more (+) or less (-) together than apart, hit tokens{_at(made, pool)}")
     table.add_column("rung")
     table.add_column("with")
     table.add_column("interaction", justify="right")
@@ -130,11 +134,18 @@ def _pairs(made: Ladder, pool: int) -> Table:
     return table
 
 
+def _page(made: Ablations) -> str:
+    """Manifests of before by-ids pages were told had single tokens."""
+    tokens_per_id = made.manifest.get("tokens_per_id", 1)
+    size = made.manifest["config"]["allocators"][0]["page_size"]
+    return f"{size} tokens" if tokens_per_id == 1 else f"{size} id{'s' * (size > 1)} ({size * tokens_per_id:,} tokens)"
+
+
 def ablation_tables(made: Ablations) -> Iterator[Table]:
     """What was counted for each pool and design, and the measured queues."""
     from rich.table import Table
 
-    table = Table(title=f"With and without: {printable(made.manifest['trace'])}, pages of 16 tokens")
+    table = Table(title=f"With and without: {printable(made.manifest['trace'])}, pages of {_page(made)}")
     for head in ("pool", "design"):
         table.add_column(head)
     for head in ("token hit rate", "evicted pages", "duplicates, mean", "table bytes rewritten a step"):

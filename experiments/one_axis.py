@@ -124,8 +124,9 @@ def _rows(
     try:
         cells = plan(config, load_workloads(config), config.entries())
     except PoolTooSmallError as error:
+        wrong = str(error).partition("; give a larger pool")[0]  # what else that advises is no option here
         advice = "give a larger --pool or more --requests"
-        raise ValueError(f"pagesize: {workload}, pool {config.pool.pool}: {error}; {advice}") from None
+        raise ValueError(f"pagesize: {workload}, pool {config.pool.pool}: {wrong}; {advice}") from None
     times: dict[str, list[float]] = {cell.entry.name: [] for cell in cells}
     found: dict[str, dict[str, float]] = {}
     for _ in range(rounds):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from kvarena.experiments.alike import UNLIKE, page_notes
 from kvarena.experiments.budget import format_bytes
 from kvarena.experiments.config import SCHEMA_VERSION, Config, config_from_mapping
 from kvarena.experiments.foreign import read_json, read_toml
@@ -32,6 +33,7 @@ from kvarena.experiments.tables import Table
 from kvarena.experiments.wrong_kind import reads
 
 if TYPE_CHECKING:
+    from kvarena.experiments.results import Result
     from matplotlib.axes import Axes
 
 MEASURES = {"token_hit_rate": "whole run", "token_hit_rate_last_half": "last half"}
@@ -48,6 +50,7 @@ class Replicates:
     allocators  name, label, kind and page_size of each, the first is the one that others are compared with
     unit        what was drawn, in words
     footer      the line of provenance for figures
+    cautions    what makes its allocators' rates unlike (`alike.py`)
     table       a row a resample (0: the trace itself), pool and allocator, with the measures
     intervals   a row a measure, pool and allocator beside the first: difference, low, high (points), p, q, within_noise
     """
@@ -58,6 +61,7 @@ class Replicates:
     footer: str
     table: pd.DataFrame
     intervals: pd.DataFrame
+    cautions: tuple[str, ...] = ()
 
     @property
     def labels(self) -> dict[str, str]:
@@ -88,6 +92,11 @@ def replicate(
         raise ValueError("allocators: a difference needs two, found one")
     if config.workload.resample is not None:
         raise ValueError("workload.resample: set by this study itself; leave it out")
+    if len(config.workload.seed_list) > 1:
+        raise ValueError(
+            f"workload.seeds: expected one seed, found {config.workload.seeds}: a study draws from one trace; choose "
+            "it as seeds = [N] (several seeds are draws by themselves: kvarena compare --seeds N)"
+        )
     _refuse_few_groups(config)
     points: list[dict[str, Any]] = [{}, *({"workload.resample": draw} for draw in range(1, replicates + 1))]
     base = {**_at_fixed_pools(config), "sweep": points}
@@ -99,6 +108,7 @@ def replicate(
     found = _collect(done)
     data = {"schema_version": SCHEMA_VERSION, "config": _without_sweep(base)}
     data |= {"trace": found.trace, "allocators": found.allocators, "unit": found.unit, "footer": found.footer}
+    data["cautions"] = list(found.cautions)
     data["table"] = found.table.to_dict("list")
     write_whole(Path(out) / STUDY, json.dumps(data, indent=1) + "\n")
     write_whole(Path(out) / "intervals.csv", found.intervals.to_csv(index=False, lineterminator="\n"))
@@ -140,7 +150,13 @@ def open_replicates(path: Path | str) -> Replicates:
         table = pd.DataFrame(data["table"])
         names = [one["name"] for one in data["allocators"]]
         found = Replicates(
-            data["trace"], data["allocators"], data["unit"], data["footer"], table, intervals(table, names)
+            data["trace"],
+            data["allocators"],
+            data["unit"],
+            data["footer"],
+            table,
+            intervals(table, names),
+            tuple(data.get("cautions", ())),
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file}: cannot be read as a study of resamples ({error})") from None
@@ -164,7 +180,23 @@ def _collect(done: SweepResult) -> Replicates:
     names = ("name", "label", "kind", "page_size")
     allocators = [{name: one[name] for name in names} for one in result.manifest["allocators"]]
     rows = intervals(table, result.allocators)
-    return Replicates(str(result.manifest["trace"]), allocators, unit, result_footer(result), table, rows)
+    about = str(result.manifest["trace"]), allocators, unit, result_footer(result)
+    return Replicates(*about, table, rows, _cautions(result, done.table))
+
+
+def _cautions(result: Result, cells: pd.DataFrame) -> tuple[str, ...]:
+    """What makes the rates of the trace itself unlike, and in how many draws the allocators rejected unlike counts."""
+    about, found = result.manifest, list[str]()
+    if result.config["workload"]["unit"] == "ids":
+        sizes = {one["name"]: one["page_size"] for one in about["allocators"]}
+        found += page_notes(sizes, about["tokens_per_id"])
+    found += [text for text in result.warnings if text.startswith(UNLIKE)]
+    counts = cells.groupby(["cell", "pool_bytes"])["rejected"].nunique() > 1
+    if draws := int(counts.groupby("cell").any().sum()):
+        found.append(
+            f"in {draws} of {cells['cell'].nunique()} cells the allocators rejected unlike numbers of requests"
+        )
+    return tuple(found)
 
 
 def intervals(table: pd.DataFrame, allocators: list[str]) -> pd.DataFrame:
@@ -226,6 +258,7 @@ def interval_table(found: Replicates) -> Table:
         f"drawn: {found.unit}",
         f"points to {names[first]}; 95 % intervals from {count} resamples; q: false discovery rate over this table",
         f"{noisy} of {len(found.intervals)} differences are within noise (~)" if noisy else "no difference is noise",
+        *found.cautions,
     ]
     heads = ["pool", "allocator", *MEASURES.values(), "q"]
     return Table(f"Difference in token hit rate, {found.trace}", heads, rows, notes)

@@ -10,6 +10,7 @@ from kvarena.allocators.config import PRESETS, Design, design, label, make_alloc
 from kvarena.allocators.interface import KVAllocator
 
 KINDS = ("block", "token", "contiguous", "exact")
+ID_PAGE = 1  # page_size where a trace is replayed by its ids: it counts ids then
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,9 @@ class AllocatorEntry:
         return {"name": self.name, **_plain(self.design)}
 
 
-def allocator_entries(specs: Iterable[Any]) -> list[AllocatorEntry]:
+def allocator_entries(specs: Iterable[Any], unit: str = "tokens") -> list[AllocatorEntry]:
     """Resolve what the user named. ValueError for unknown names, keys or values, and for two equal names."""
-    entries = [allocator_entry(spec) for spec in specs]
+    entries = [allocator_entry(spec, unit) for spec in specs]
     if not entries:
         raise ValueError("allocators: at least one is needed")
     seen: set[str] = set()
@@ -80,19 +81,40 @@ def allocator_entries(specs: Iterable[Any]) -> list[AllocatorEntry]:
     return entries
 
 
-def allocator_entry(spec: Any) -> AllocatorEntry:
-    """One allocator from a preset name, `kind:field=value:...`, a mapping, a `Design`, a class or an instance."""
+def allocator_entry(spec: Any, unit: str = "tokens") -> AllocatorEntry:
+    """One allocator from a preset name, `kind:field=value:...`, a mapping, a `Design`, a class or an instance.
+
+    unit  of the workload; with "ids" a design whose page size is not stated has an id a page: counted in ids, the
+          presets' own page sizes would be pages of unlike tokens
+    """
     if isinstance(spec, Mapping) and isinstance(spec.get("source"), type | KVAllocator):
         spec = spec["source"]
-    if isinstance(spec, Design):
-        return _of_design(spec, None)
     if isinstance(spec, KVAllocator) or (isinstance(spec, type) and issubclass(spec, KVAllocator)):
         return _of_object(spec)
     if isinstance(spec, str):
-        return allocator_entry(parse_spec(spec))
-    if not isinstance(spec, Mapping):
+        return allocator_entry(parse_spec(spec), unit)
+    if not isinstance(spec, Mapping | Design):
         raise ValueError(f"allocators: expected a name, a table, a Design or a KVAllocator, found {spec!r}")
-    return _of_mapping(spec)
+    entry = _of_design(spec, None) if isinstance(spec, Design) else _of_mapping(spec)
+    stated = spec.model_fields_set if isinstance(spec, Design) else spec
+    return entry if unit == "tokens" or "page_size" in stated else an_id_a_page(entry)
+
+
+def an_id_a_page(entry: AllocatorEntry) -> AllocatorEntry:
+    """The same rules at one id a page; an allocator of the user's own as it is. ValueError for rules that need a larger
+    page."""
+    own = entry.design
+    if own is None or own.page_size == ID_PAGE:
+        return entry
+    try:
+        chosen = design({**own.model_dump(), "gate": own.gate, "page_size": ID_PAGE})
+    except ValueError as error:
+        wrong = str(error).removeprefix("allocator: ").split(", found {")[0]
+        raise ValueError(
+            f"allocators: {entry.name}: with unit = 'ids' and no page_size an id is a page: {wrong}"
+        ) from None
+    derived = bool(_differences(own)) and entry.name == short_name(own)
+    return _of_design(chosen, short_name(chosen) if derived else entry.name)
 
 
 def parse_spec(text: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from kvarena.allocators.interface import AllocatorError
+from kvarena.experiments.alike import CELL_KEYS, unlike_requests
 from kvarena.experiments.budget import format_bytes, parse_bytes
 from kvarena.experiments.explain import REASONS, Explanation, explain, explain_every_cell, summarise
 from kvarena.experiments.outputs import save_one, whole
@@ -89,12 +90,14 @@ def study_page(rows: pd.DataFrame) -> str:
         first = cell.iloc[0]
         sharing = f"{first['live']} at once, " if first["live"] > 1 else ""
         replies = "replies replayed" if first["outputs"] == "replay" else "prompts only"
-        unit = "an id a page" if first["unit"] == "ids" else "tokens"
+        by_ids = "an id a page" if (cell["page_size"] == 1).all() else "by ids"
+        unit = by_ids if first["unit"] == "ids" else "tokens"
         parts.append(f"**{first['trace']}**, {unit}, {sharing}{replies}; {first['requests']:,} requests\n")
         names = list(dict.fromkeys(cell["allocator"]))
         parts.append(f"| pool | {' | '.join(names)} |\n| --- | {' | '.join('---:' for _ in names)} |")
         for pool, same in cell.groupby("pool_bytes"):
-            pages = f" ({same['num_pages'].iloc[0]:,} ids)" if first["unit"] == "ids" else ""
+            room = int(same["num_pages"].iloc[0] * same["page_size"].iloc[0])
+            pages = f" ({room:,} ids)" if first["unit"] == "ids" else ""
             shares = [_share(same[same["allocator"] == name]) for name in names]
             parts.append(f"| {format_bytes(int(str(pool)))}{pages} | {' | '.join(shares)} |")
         ceilings = [f"{100 * cell.loc[cell['allocator'] == n, 'token_hit_rate_ceiling'].mean():.2f}" for n in names]
@@ -103,7 +106,7 @@ def study_page(rows: pd.DataFrame) -> str:
 
 
 def _share(rows: pd.DataFrame) -> str:
-    evicted = 100 * rows["evicted"].sum() / max(rows["prompt_tokens"].sum(), 1)
+    evicted = 100 * rows["evicted"].sum() / max(rows["prompt_tokens"].sum() - rows["refused"].sum(), 1)
     return f"{100 * rows['token_hit_rate'].mean():.2f} ({evicted:.2f})"
 
 
@@ -167,18 +170,22 @@ def bounds_table(result: Result, table: pd.DataFrame) -> Table:
     means = table.groupby(["pool_bytes", "allocator"], sort=False)[[*columns, "regret"]].mean()
     for row in means.reset_index().to_dict("records"):
         rates = ["" if pd.isna(row[column]) else f"{100 * row[column]:.2f} %" for column in columns]
-        shown.add_row(
-            format_bytes(row["pool_bytes"]), printable(result.labels[row["allocator"]]), *rates, f"{row['regret']:.2f}"
-        )
+        regret = "" if pd.isna(row["regret"]) else f"{row['regret']:.2f}"
+        shown.add_row(format_bytes(row["pool_bytes"]), printable(result.labels[row["allocator"]]), *rates, regret)
+    seeds = table["seed"].nunique()
+    notes = [f"means of {seeds} seeds"] if seeds > 1 else []
     if not table["proven"].all():
-        shown.caption = "replies of overlapping requests: clairvoyant is a mark here, not a bound"
+        notes.append("replies of overlapping requests: clairvoyant is a mark here, not a bound")
+    notes += unlike_requests(rows for _, rows in result.requests.groupby(list(CELL_KEYS), sort=False))
+    shown.caption = "; ".join(notes) or None
     return shown
 
 
 def explanation_table(found: list[Explanation]) -> Table:
-    """Tokens and shares by reason."""
-    pool = int(found[0].table["pool_bytes"].iloc[0])
-    title = f"Where the prompt tokens of {len(found[0].table):,} requests went, pool {format_bytes(pool)}"
+    """Tokens and shares by reason, of one seed and pool."""
+    first = found[0].table
+    pool, seed = (int(first[key].iloc[0]) for key in ("pool_bytes", "seed"))
+    title = f"Where the prompt tokens of {len(first):,} requests went, pool {format_bytes(pool)}, seed {seed}"
     return _reasons_table(title, found, summarise(found), "prompt tokens")
 
 
@@ -198,7 +205,8 @@ def _reasons_table(title: str, found: list[Explanation], totals: pd.DataFrame, a
     table.add_column("meaning")
     for one in found:
         table.add_column(printable(one.entry.label), justify="right")
-    for name, row in totals.iterrows():
+    refused = [int(one.table["refused"].sum()) for one in found]
+    for name, row in totals.drop("refused").iterrows():
         counts = [int(row[one.entry.name]) for one in found]
         if any(counts):
             cells = [
@@ -206,12 +214,16 @@ def _reasons_table(title: str, found: list[Explanation], totals: pd.DataFrame, a
             ]
             table.add_row(str(name).replace("_", " "), str(row["meaning"]), *cells)
     table.add_section()
-    table.add_row(all_of, "", *(f"{int(totals[one.entry.name].sum()):,}  100.00 %" for one in found))
+    admitted = [int(totals[one.entry.name].sum()) - n for one, n in zip(found, refused, strict=True)]
+    table.add_row(all_of, "", *(f"{n:,}  100.00 %" if n else "0" for n in admitted))
+    if any(refused):
+        table.add_row("refused", f"{REASONS['refused']}: in no share", *(f"{n:,}{' ' * 10}" for n in refused))
     return table
 
 
 def sweep_reasons_table(rows: pd.DataFrame) -> Table:
-    """A row a trace, pool and allocator of an explained sweep: shares of all prompt tokens, means over seeds."""
+    """A row a trace, pool and allocator of an explained sweep: shares of the prompt tokens that were admitted (refused:
+    of all), means over seeds."""
     from rich.table import Table
 
     reasons = [name for name in REASONS if rows[name].any()]
@@ -219,12 +231,14 @@ def sweep_reasons_table(rows: pd.DataFrame) -> Table:
     for head in ("trace", "pool", "allocator"):
         table.add_column(head)
     for head in ("served", *reasons):
-        table.add_column(f"{head.replace('_', ' ')}, %", justify="right")
+        table.add_column(f"{head.replace('_', ' ')}, %{' of all' if head == 'refused' else ''}", justify="right")
     sums = rows.groupby(["cell", "trace", "pool_bytes", "allocator"], sort=False)[
         ["prompt_tokens", "hit_tokens", *reasons]
     ].sum()
     for row in sums.reset_index().to_dict("records"):
-        shares = [100 * row[name] / max(row["prompt_tokens"], 1) for name in ("hit_tokens", *reasons)]
+        of = {"refused": row["prompt_tokens"]}
+        admitted = row["prompt_tokens"] - row.get("refused", 0)
+        shares = [100 * row[name] / max(of.get(name, admitted), 1) for name in ("hit_tokens", *reasons)]
         table.add_row(
             printable(row["trace"]), format_bytes(row["pool_bytes"]), row["allocator"], *(f"{s:.2f}" for s in shares)
         )

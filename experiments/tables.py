@@ -137,8 +137,9 @@ def budget_table(result: Result) -> Table:
         [text, *(format_bytes(budgets[name][line]) for name in result.allocators)]
         for line, text in BUDGET_LINES.items()
     ]
+    unit = "a token" if result.manifest["tokens_per_id"] == 1 else "an id"
     title = (
-        f"Budget of {format_bytes(result.reference_pool)}, {format_bytes(result.manifest['bytes_per_token'])} a token"
+        f"Budget of {format_bytes(result.reference_pool)}, {format_bytes(result.manifest['bytes_per_token'])} {unit}"
     )
     return Table(title, ["bytes", *_short_names(result).values()], rows)
 

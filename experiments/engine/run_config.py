@@ -201,7 +201,7 @@ class RunConfig(_Section):
 
     def entry(self) -> AllocatorEntry:
         """The allocator, resolved. Raises ValueError for an unknown name, key or value."""
-        return allocator_entry(self.allocator)
+        return allocator_entry(self.allocator, self.workload.unit)
 
     def resolved(self) -> dict[str, Any]:
         """Every field with its value, ready for TOML; what is None is left out. The allocator is a list of one, so

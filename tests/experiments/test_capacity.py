@@ -325,6 +325,13 @@ def test_the_backend_table_is_printed() -> None:
     assert all(name in shown.output for name in BACKENDS)
 
 
+def test_the_backend_table_is_json_where_that_is_asked_for() -> None:
+    shown = CliRunner().invoke(app, ["capacity", "--backends", "--json"])
+    found = [json.loads(line) for line in shown.output.splitlines()]
+    assert {row["backend"]: row["chosen"] for row in found} == {name: page_size_for([name]) for name in BACKENDS}
+    assert all(row["reads"] == BACKENDS[row["backend"]].text() for row in found)
+
+
 def test_random_lengths_agree_with_the_law() -> None:
     """The largest burst is where max D(t) crosses the pool, for random pools."""
     rng = np.random.default_rng(5)

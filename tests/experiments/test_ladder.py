@@ -321,6 +321,31 @@ def test_the_command_carries_a_ladder_on_prints_it_and_shows_it_again(made: Ladd
         assert isinstance(runner.invoke(app, wrong).exception, ValueError)
 
 
+def test_several_pools_of_the_command_are_walked_and_printed_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvarena.experiments import ladder_plots
+    from kvarena.experiments.cli import app
+
+    monkeypatch.setattr(ladder_plots, "write_figures", lambda *given: [])  # they take seconds
+    arguments = ["ladder", "chat", "--from", "block", "--to", "block:duplicates=merge", "--set", "requests=20"]
+    arguments += ["--rounds", "0", "--jobs", "1", "--quiet", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, [*arguments, "--pool", "200 MiB", "--pool", "150 MiB", "--live", "2"])
+    assert done.exit_code == 0, done.output
+    assert load_ladder(tmp_path / "out").manifest["pools"] == [150 << 20, 200 << 20]
+    for pool in ("150 MiB", "200 MiB"):
+        assert done.output.count(f"pool {pool}, 2 subsets") == 1
+        assert f"than apart, hit tokens, pool {pool}" in " ".join(done.output.split())
+    assert "least..most, points" in done.output
+
+
+def test_a_pool_that_holds_no_request_is_refused_with_one_piece_of_advice(tmp_path: Path) -> None:
+    for pool in ("150 MiB", "1 MiB"):
+        with pytest.raises(ValueError, match=f"ladder: pool {pool}") as refused:
+            ladder({"workload": {"trace": "chat"}, "pool": {"pool": pool}}, tmp_path / "out")
+        assert str(refused.value).count("larger") == 1
+
+
 def test_a_config_says_what_is_walked(tmp_path: Path) -> None:
     path = tmp_path / "ladder.toml"
     path.write_text(

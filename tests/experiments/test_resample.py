@@ -121,6 +121,8 @@ def test_a_damaged_study_is_refused(tmp_path, content):
     [
         ({"allocators": ({"name": "vllm"},)}, "needs two"),
         ({"workload": {"trace": "chat", "resample": 2}}, "set by this study"),
+        ({"workload": {"trace": "chat", "seeds": 2}}, r"workload\.seeds: expected one seed, found 2"),
+        ({"workload": {"trace": "chat", "seeds": [0, 3]}}, r"expected one seed, found \[0, 3\]"),
         ({"workload": {"trace": "chat", "options": {"num_sessions": 19}}}, "has 19 session groups; at least 20"),
         ({"workload": {"trace": "LENGTHS"}}, "lengths only"),
     ],
