@@ -83,7 +83,8 @@ def bounds(result: Result, *, source: Any = None) -> pd.DataFrame:
 
     A row a seed, pool and allocator: token hit rates of `no_cache`, `random`, `policy` (the allocator's own),
     `clairvoyant_leaf`, `clairvoyant` and `infinite`; `regret`, clairvoyant - policy, in points; `proven`, whether
-    clairvoyant is a bound. Requests that the allocator rejected are left out. None: not defined, or too many pages.
+    clairvoyant is a bound. Requests that the allocator rejected are left out. None: not defined, or too many pages; a
+    design that shares no prefixes has its own rate alone, having no cache whose evictions could have been better.
     `source` stands for the trace when it was an object in memory. Costs one replay of the trace a page size, and two
     passes a cell.
     """
@@ -128,34 +129,39 @@ def bound_rates(
 ) -> dict[str, Any]:
     """The rates of one cell. `known`: per request, first tokens that a request before it had; `hit_tokens`: of all."""
     size, rule = entry.page_size, entry.last_token_rule
+    lengths = [request.num_prompt_tokens for request in admitted]
+    tokens = sum(lengths)
+    policy = ratio(hit_tokens, tokens)
+    if not entry.shares_prefixes or not tokens:  # no cache of prefixes to bound, or nobody whom it could have served
+        return {**dict.fromkeys(RATES), "no_cache": 0.0 if tokens else None, "policy": policy}
     names = name_pages(admitted, size, last_token_rule=rule, replies=replies)
 
     def rate(policy: Policy) -> float | None:
         return replay_bound(names, num_pages, policy, seed=seed).token_rate(names)
 
     uses = sum(names.lengths[s] for path in names.paths for s in path)
-    lengths = [request.num_prompt_tokens for request in admitted]
     most = sum(ceiling_tokens(p, n, size, rule) for p, n in zip(known, lengths, strict=True))
-    tokens = sum(lengths)
-    policy, foresight = ratio(hit_tokens, tokens), rate("clairvoyant")
+    foresight = rate("clairvoyant")
     return {
-        "no_cache": 0.0 if tokens else None,
+        "no_cache": 0.0,
         "random": rate("random") if uses <= MAX_RANDOM_USES else None,
         "policy": policy,
         "clairvoyant_leaf": rate("clairvoyant_leaf"),
         "clairvoyant": foresight,
-        "infinite": ratio(most, tokens) if entry.shares_prefixes else None,
+        "infinite": ratio(most, tokens),
         "regret": None if policy is None or foresight is None else 100 * (foresight - policy),
     }
 
 
 # --- figure ---
 
+# Thin, and dashed as no allocator is (`style.DASHES`); their marks are no allocator's either.
 _LINES: dict[str, tuple[str, Any]] = {
-    "clairvoyant": ("clairvoyant", (0, (4, 1.5))),
-    "random": ("random eviction", (0, (5, 1, 1, 1))),
+    "clairvoyant": ("clairvoyant", (0, (9, 2, 1.5, 2, 1.5, 2))),
+    "random": ("random eviction", (0, (1, 3.5))),
 }
-_MARKS = {"clairvoyant": "^", "random": "v"}
+_MARKS = {"clairvoyant": "2", "random": "1"}  # a tripod up, a tripod down
+_THIN = 0.9
 
 
 @_styled
@@ -163,22 +169,20 @@ def plot_bounds(result: Result, ax: Axes | None = None, *, table: pd.DataFrame) 
     """Token hit rate of each allocator (markers) against pool size, between random eviction and clairvoyance at its
     own page size; the infinite cache as a thin line, no cache at 0. `table` is that of `bounds`; means over seeds."""
     ax = ax or _new_axes((6.4, 4.0))
-    single = table["pool_bytes"].nunique() == 1  # a line of one point would not be seen
     for name, look in looks(result.manifest["allocators"]).items():
         rows = table[table["allocator"] == name].groupby("pool_bytes").mean(numeric_only=True)
         x = rows.index.tolist()
         draw_series(ax, x, 100 * rows["policy"], look)
         for column, (_, dashes) in _LINES.items():
             if column in rows:
-                mark = _MARKS[column] if single else ""
-                style: dict[str, Any] = {"linestyle": dashes, "marker": mark, "markerfacecolor": look.face}
-                ax.plot(x, 100 * rows[column], color=look.colour, linewidth=1.2, **style)
+                style: dict[str, Any] = {"linestyle": dashes, "marker": _MARKS[column], "markersize": 7}
+                ax.plot(x, 100 * rows[column], color=look.colour, linewidth=_THIN, **style)
         if "infinite" in rows and len(rows):
             ax.axhline(100 * rows["infinite"].iloc[-1], color=look.colour, linewidth=0.6)
     for column, (text, dashes) in _LINES.items():
-        mark = _MARKS[column] if single else ""
-        ax.plot([], [], color="#555555", linestyle=dashes, linewidth=1, label=text, marker=mark)
-    ax.plot([], [], color="#555555", linewidth=1, label="infinite cache, at each design's grain")
+        style = {"linestyle": dashes, "marker": _MARKS[column], "markersize": 7}
+        ax.plot([], [], color="#555555", linewidth=_THIN, label=text, **style)
+    ax.plot([], [], color="#555555", linewidth=0.6, label="infinite cache, at each design's grain")
     ax.axhline(0, color="#555555", linewidth=1, linestyle=":", label="no cache")
     ax.set_ylabel("token hit rate (%)")
     _pool_axis(ax, table)

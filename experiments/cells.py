@@ -37,6 +37,12 @@ def keyed(keys: dict[str, Any], frame: pd.DataFrame) -> pd.DataFrame:
     return frame
 
 
+def floats(frame: pd.DataFrame) -> pd.DataFrame:
+    """Columns without any value as NaN, so that they reload as they were, and are there when a mean is taken."""
+    empty = [name for name in frame.columns if frame[name].isna().all()]
+    return frame.astype(dict.fromkeys(empty, float))
+
+
 def about(entry: AllocatorEntry) -> dict[str, Any]:
     """What a manifest says of an allocator."""
     return {name: getattr(entry, name) for name in ABOUT}

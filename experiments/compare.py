@@ -17,7 +17,8 @@ import pandas as pd
 from kvarena.allocators.config import Design
 from kvarena.allocators.interface import KVAllocator
 from kvarena.experiments import metrics
-from kvarena.experiments.cells import Measured, about, add_ceilings, ceiling_rate, keyed
+from kvarena.experiments.alike import page_notes, unlike_requests
+from kvarena.experiments.cells import Measured, about, add_ceilings, ceiling_rate, floats, keyed
 from kvarena.experiments.config import SECTION_OF, Config, config_from_keywords, load_config
 from kvarena.experiments.loading import Workload, load_workloads
 from kvarena.experiments.outputs import as_path
@@ -80,7 +81,8 @@ def compare(
     base = load_config(Path(config)) if isinstance(config, str | Path) else config
     if not isinstance(base, Config | None):
         raise ValueError(f"config: expected a Config or the path of a TOML file, found {config!r}")
-    entries = None if allocators is None else [allocator_entry(spec) for spec in _several(allocators)]
+    read_as = unit or (base or Config()).workload.unit
+    entries = None if allocators is None else [allocator_entry(spec, read_as) for spec in _several(allocators)]
     named = {} if trace is None else {"trace": str(trace) if isinstance(trace, str | Path) else "in memory"}
     specs = None if entries is None else tuple(_config_table(entry) for entry in entries)
     chosen = config_from_keywords({**fields, **named, "allocators": specs}, base)
@@ -205,6 +207,7 @@ def _tables(
 ) -> Result:
     """What the finished cells add up to, at least one of them."""
     manifest = {**_manifest(config, workloads, cells), "kernel_check": kernel_check, "divergence": None}
+    manifest["warnings"] += unlike_requests(one.requests for one in done.cells)
     resolved = config.resolved()
     resolved["pool"]["pool"] = [f"{size} B" for size in manifest["pools"]]
     path = workloads[0].trace.path
@@ -213,8 +216,8 @@ def _tables(
         resolved,
         manifest,
         pd.concat([one.requests for one in done.cells], ignore_index=True),
-        _floats(pd.concat([one.steps for one in done.cells], ignore_index=True)),
-        _floats(pd.DataFrame([one.summary for one in done.cells])),
+        floats(pd.concat([one.steps for one in done.cells], ignore_index=True)),
+        floats(pd.DataFrame([one.summary for one in done.cells])),
         pd.DataFrame([row for one in done.cells for row in one.timings]),
         provenance([w.seed for w in workloads], inputs, started),
     )
@@ -252,17 +255,11 @@ def _manifest(config: Config, workloads: list[Workload], cells: list[Cell]) -> d
         "tokens_per_id": workloads[0].tokens_per_id,
         "bytes_per_token": token_bytes * workloads[0].tokens_per_id,
         "budgets": [{"seed": c.workload.seed, "allocator": c.entry.name, **c.budget.lines()} for c in cells],
-        "warnings": _warnings(config, workloads),
+        "warnings": _warnings(config, workloads, list({cell.entry.name: cell.entry for cell in cells}.values())),
     }
 
 
-def _floats(frame: pd.DataFrame) -> pd.DataFrame:
-    """Columns without any value as NaN, so that they reload as they were."""
-    empty = [name for name in frame.columns if frame[name].isna().all()]
-    return frame.astype(dict.fromkeys(empty, float))
-
-
-def _warnings(config: Config, workloads: list[Workload]) -> list[str]:
+def _warnings(config: Config, workloads: list[Workload], entries: list[AllocatorEntry]) -> list[str]:
     found = [text for w in workloads for text in w.trace.warnings]
     if len(workloads) < len(config.workload.seed_list):
         found.append(f"{workloads[0].trace.name} has no randomness: 1 run in place of {len(config.workload.seed_list)}")
@@ -274,6 +271,8 @@ def _warnings(config: Config, workloads: list[Workload]) -> list[str]:
             f"page rounding below {visible.grain} tokens is not observable here: one id of the trace stands for "
             f"{visible.grain} tokens"
         )
+    if config.workload.unit == "ids":
+        found += page_notes({entry.name: entry.page_size for entry in entries}, workloads[0].tokens_per_id)
     if config.workload.replies == "band":
         found.append(
             "replies without ids: rates lie between none (prompts alone fill the cache) and unreachable (replies take "

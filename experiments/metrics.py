@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from kvarena.experiments.replay import RequestRow, StepRow
 
 
+TIME_COLUMNS = ("verb", "calls", "total_ms", "mean_us", "p50_us", "p90_us", "p99_us", "max_us")
+
+
 @dataclass
 class HitCounter:
     """Counts admissions, first ones and re-admissions apart.

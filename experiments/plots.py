@@ -11,15 +11,19 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvarena.experiments.budget import format_bytes
+from kvarena.experiments.pool_axis import pool_axis as _pool_axis
+from kvarena.experiments.provenance import outputs_words
 from kvarena.experiments.style import (
     STATE_COLOURS,
     STYLE,
     Look,
     add_footer,
+    has_positive,
     is_narrow,
     looks,
     new_figure,
     save_figure,
+    say_no_data,
     short_label,
     use_paper_style,
 )
@@ -45,6 +49,7 @@ __all__ = [
 ]
 
 MAX_POINTS = 1500
+NARROW_LABEL = 48  # letters of a label that a single column of a paper holds
 BAND_ALPHA = 0.18
 OUTPUTS_BAND = "replies: none (line) to unreachable"
 _LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8, "borderaxespad": 0}
@@ -118,25 +123,30 @@ def difference(result: Result, ax: Axes | None = None) -> Axes:
     _pool_axis(ax, result.summary)
     say_outputs(result, ax)
     if not others or not len(result.summary):
-        _say_no_data(ax)
+        say_no_data(ax)
     return ax
 
 
 @_styled
 def hit_rate_by_page_size(result: Result, ax: Axes | None = None) -> Axes:
-    """Token hit rate at the reference pool for each page size: separate categories, in numeric order."""
+    """Token hit rate at the reference pool for each page size: separate categories, in numeric order. Of several seeds
+    the mean, and a line over their range."""
     ax = ax or _new_axes()
     table = result.summary[result.summary["pool_bytes"] == result.reference_pool]
     sizes = sorted({int(size) for size in table["page_size"]})
     place = {size: position for position, size in enumerate(sizes)}
     for name, look in _looks(result).items():
         rows = table[table["allocator"] == name]
-        rates = rows["token_hit_rate"].astype(float) * 100
-        x = [place[int(size)] for size in rows["page_size"]]
-        ax.plot(x, rates, look.marker, color=look.colour, label=look.label, markersize=7, markerfacecolor=look.face)
+        rates = (rows["token_hit_rate"].astype(float) * 100).groupby(rows["page_size"]).agg(["mean", "min", "max"])
+        x = [place[int(size)] for size in rates.index]
+        ax.vlines(x, rates["min"], rates["max"], color=look.colour, linewidth=1.2)
+        style: dict[str, Any] = {"color": look.colour, "markersize": 7, "markerfacecolor": look.face}
+        ax.plot(x, rates["mean"], look.marker, label=look.label, **style)
+    if (seeds := table["seed"].nunique()) > 1:
+        ax.plot([], [], "|", color="#555555", markersize=9, label=f"mean and range of {seeds} seeds")
     ax.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     ax.set_xlim(-0.5, max(len(sizes), 1) - 0.5)
-    ax.set_xlabel("page size (tokens)")
+    ax.set_xlabel(f"page size (tokens), pool {format_bytes(result.reference_pool)}")
     say_outputs(result, ax)
     ax.set_ylabel("token hit rate (%)")
     return _finish(ax, table)
@@ -191,7 +201,7 @@ def _occupancy(result: Result, ax: Axes, name: str) -> Axes:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(False)
     if not len(rows):
-        _say_no_data(ax)
+        say_no_data(ax)
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, handlelength=1.2, **_LEGEND)
     return ax
 
@@ -258,11 +268,12 @@ def allocator_time(result: Result, ax: Axes | None = None) -> Axes:
         ax.vlines(x, rows["p50_us"], rows["p99_us"], color=look[name].colour, linestyle=look[name].dashes)
         ax.plot(x, rows["p99_us"], "_", color=look[name].colour, markersize=8)
     ax.set_xticks(range(len(VERBS)), list(VERBS))
-    if len(table):
+    known = len(table) > 0 and has_positive(table["p99_us"])
+    if known:
         ax.set_yscale("log")
     ax.set_ylabel("wall time a call (µs):\nmedian, 99th percentile")
     ax.grid(axis="x", visible=False)
-    return _finish(ax, table)
+    return _finish(ax, table if known else table.iloc[:0])
 
 
 # --- series ---
@@ -328,44 +339,26 @@ def _looks(result: Result) -> dict[str, Look]:
 
 
 def say_outputs(result: Result, ax: Axes) -> None:
-    """What is known of replies, under a hit rate: it stands there in a notebook too, where a figure has no footer."""
-    ax.set_xlabel(f"{ax.get_xlabel()}; outputs: {result.visible['outputs']}")
+    """What is known of replies, and whether they were replayed, under a hit rate: it stands there in a notebook too,
+    where a figure has no footer."""
+    told = outputs_words(result.config, result.visible["outputs"])
+    text = f"{ax.get_xlabel()}; outputs: {told}"
+    wide = is_narrow(ax) and len(text) > NARROW_LABEL
+    ax.set_xlabel(text.replace("; outputs", ";\noutputs") if wide else text)
 
 
 # --- axes ---
 
 
-def _pool_axis(ax: Axes, frame: pd.DataFrame) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    sizes = sorted(set(frame["pool_bytes"])) if len(frame) else []
-    ax.set_xlabel("pool (bytes on the device)")
-    if not sizes:
-        return
-    ax.set_xscale("log", base=2)
-    low, high = math.ceil(math.log2(sizes[0]) - 1e-9), math.floor(math.log2(sizes[-1]) + 1e-9)
-    step = -(-(high - low) // 2) if is_narrow(ax) else (high - low) // 6
-    powers = [2.0**i for i in range(low, high + 1, max(1, step))]
-    ax.xaxis.set_major_locator(FixedLocator(powers if len(powers) > 1 else sizes))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
-    ax.xaxis.set_minor_locator(NullLocator())
-    margin = (sizes[-1] / sizes[0]) ** 0.03 if len(sizes) > 1 else 2
-    ax.set_xlim(sizes[0] / margin, sizes[-1] * margin)
-
-
 def _finish(ax: Axes, frame: pd.DataFrame) -> Axes:
     if not len(frame):
-        _say_no_data(ax)
+        say_no_data(ax)
         return ax
     handles, labels = ax.get_legend_handles_labels()
     wrapped = [textwrap.fill(text, 36 if is_narrow(ax) else 44) for text in labels]
     columns = 1 if is_narrow(ax) else 2
     ax.legend(handles, wrapped, loc="lower left", bbox_to_anchor=(0, 1.01), ncols=columns, columnspacing=1.2, **_LEGEND)
     return ax
-
-
-def _say_no_data(ax: Axes) -> None:
-    ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", va="center", color="#777777", fontsize=11)
 
 
 def _new_axes(size: tuple[float, float] = (6.4, 3.8)) -> Axes:

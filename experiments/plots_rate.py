@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvarena.experiments.style import DASHES as LOOK_DASHES
-from kvarena.experiments.style import STYLE, Look, add_footer, looks, save_figure
+from kvarena.experiments.style import STYLE, Look, add_footer, has_positive, looks, save_figure, say_no_data
 
 if TYPE_CHECKING:
     from kvarena.experiments.rate import RateResult
@@ -28,7 +28,7 @@ def plot_normalised(result: RateResult, ax: Axes) -> Axes:
         ax.plot(rows["rate_per_s"], rows["normalised_ms"], label=text, **_line(look))
         if knee is not None:
             ax.axvline(knee, color=look.colour, linestyle=(0, (1, 2)), linewidth=1)
-    _log(ax)
+    _log(ax, result.rates["normalised_ms"])
     return _finish(ax, "normalised latency (ms a token)\ndotted: knee, latency doubled")
 
 
@@ -38,7 +38,7 @@ def plot_percentiles(result: RateResult, what: str, ax: Axes) -> Axes:
         rows = _rows(result, name)
         for label, dashes in DASHES.items():
             ax.plot(rows["rate_per_s"], rows[f"{what}_{label}_ms"], **_line(look, dashes))
-    _log(ax)
+    _log(ax, *(result.rates[f"{what}_{label}_ms"] for label in DASHES))
     return _finish(ax, f"{what.upper()} (ms):\np50 solid, p90 dashed, p99 dotted")
 
 
@@ -48,9 +48,12 @@ def plot_throughput(result: RateResult, ax: Axes) -> Axes:
         rows = _rows(result, name)
         ax.plot(rows["rate_per_s"], rows["requests_per_s"], **_line(look))
         ax.plot(rows["rate_per_s"], rows["goodput_per_s"], **_line(look, DASHES["p90"]))
-    most = float(result.rates["requests_per_s"].max())
-    ax.plot([0, most], [0, most], color="#555555", linewidth=0.8, linestyle=":")
-    ax.set_ylim(0, most * 1.08)
+    if has_positive(result.rates["requests_per_s"]):
+        most = float(result.rates["requests_per_s"].max())
+        ax.plot([0, most], [0, most], color="#555555", linewidth=0.8, linestyle=":")
+        ax.set_ylim(0, most * 1.08)
+    else:
+        say_no_data(ax)
     return _finish(ax, "requests a second:\nserved solid, good dashed, arriving dotted")
 
 
@@ -60,6 +63,8 @@ def plot_batch(result: RateResult, ax: Axes) -> Axes:
         rows = _rows(result, name)
         ax.plot(rows["rate_per_s"], rows["mean_batch"], **_line(look))
     ax.set_ylim(bottom=0)
+    if not has_positive(result.rates["mean_batch"]):
+        say_no_data(ax)
     return _finish(ax, "requests in a step, mean")
 
 
@@ -67,6 +72,9 @@ def plot_hits(result: RateResult, ax: Axes) -> Axes:
     """Gain in throughput against token hit rate, with Amdahl's line for the share that prompts take."""
     if not len(result.hits):
         ax.text(0.5, 0.5, "not run", transform=ax.transAxes, ha="center", va="center", color="#777777")
+        return ax
+    if not has_positive(result.hits["gain"]):
+        say_no_data(ax)
         return ax
     for name, look in _looks(result).items():
         rows = result.hits[result.hits["allocator"] == name]
@@ -83,10 +91,14 @@ def plot_hits(result: RateResult, ax: Axes) -> Axes:
     return ax
 
 
-def _log(ax: Axes) -> None:
-    """A logarithmic axis with plain numbers, more of them where it is short."""
+def _log(ax: Axes, *columns: Any) -> None:
+    """A logarithmic axis with plain numbers, more of them where it is short; none where these columns have nothing to
+    put on one."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+    if not any(map(has_positive, columns)):
+        say_no_data(ax)
+        return
     ax.set_yscale("log")
     low, high = ax.get_ylim()
     subs = (1.0, 2.0, 5.0) if high / low > FEW else (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from kvarena.experiments.budget import format_bytes
 from kvarena.experiments.style import STATE_COLOURS, STYLE, printable
 from kvarena.experiments.timeline import EVICTABLE, FREE, IN_USE, SHARED, STATES
 
@@ -65,8 +66,9 @@ def draw_pool_map(timeline: Timeline) -> Figure:
         figure: Figure = pool_map(timeline).get_figure()  # type: ignore[assignment]
         stride = int(timeline.page_ids[1] - timeline.page_ids[0]) if len(timeline.page_ids) > 1 else 1
         rows = "every page" if stride == 1 else f"one page in {stride}"
-        parts = (f"kvarena {kvarena.__version__}", timeline.title, rows, f"{len(timeline.sampled)} samples")
-        add_footer(figure, " · ".join(parts))
+        parts = (f"kvarena {kvarena.__version__}", timeline.title, f"pool {format_bytes(timeline.pool_bytes)}")
+        drawn = (f"seed {timeline.seed}", rows, f"{len(timeline.sampled)} samples", f"config {timeline.config}")
+        add_footer(figure, " · ".join((*parts, *drawn)))
         return figure
 
 

@@ -57,8 +57,6 @@ def code_version() -> dict[str, Any]:
 
 def footer(config: Mapping[str, Any], trace_name: str, visible_outputs: str) -> str:
     """One line under every figure, without a date: version, trace, model, how it was replayed, hash of the config."""
-    import tomli_w
-
     import kvarena
 
     engine = config["engine"]
@@ -69,13 +67,29 @@ def footer(config: Mapping[str, Any], trace_name: str, visible_outputs: str) -> 
     else:
         how = f"{engine['live']} live · {'replies replayed' if engine['outputs'] == 'replay' else 'prompts only'}"
     model = config["pool"]["model"] if isinstance(config["pool"]["model"], str) else "own model shape"
-    digest = hashlib.sha256(tomli_w.dumps(config).encode()).hexdigest()[:10]
     parts = (f"kvarena {kvarena.__version__}", trace_name, model, how)
-    band = config["workload"].get("replies") == "band"
-    outputs = "none to unreachable (band)" if band else visible_outputs
-    if "scheduler" in engine and visible_outputs == "none":
-        outputs = "unreachable"  # an engine writes its replies, under ids that no prompt has
-    return " · ".join([*parts, f"outputs {outputs}", f"config {digest}"])
+    return " · ".join([*parts, f"outputs {outputs_words(config, visible_outputs)}", f"config {config_digest(config)}"])
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """Ten hex digits that name a resolved config under figures."""
+    import tomli_w
+
+    return hashlib.sha256(tomli_w.dumps(config).encode()).hexdigest()[:10]
+
+
+def outputs_words(config: Mapping[str, Any], visible_outputs: str) -> str:
+    """What a trace has of replies and what became of it: replies that were not replayed say so.
+
+    >>> outputs_words({"engine": {"outputs": "none"}, "workload": {}}, "recorded")
+    'recorded, not replayed'
+    """
+    if config["workload"].get("replies") == "band":
+        return "none to unreachable (band)"
+    if "scheduler" in config["engine"]:  # it writes its replies, under ids that no prompt has where none are known
+        return "unreachable" if visible_outputs == "none" else visible_outputs
+    left_out = config["engine"]["outputs"] == "none" and visible_outputs != "none"
+    return f"{visible_outputs}, not replayed" if left_out else visible_outputs
 
 
 def sha256(path: Path) -> str:

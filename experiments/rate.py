@@ -27,6 +27,7 @@ from typing import Annotated, Any
 
 import pandas as pd
 from kvarena.experiments import metrics, partial
+from kvarena.experiments.cells import floats
 from kvarena.experiments.config import toml_value
 from kvarena.experiments.engine.latency import PERCENTILES
 from kvarena.experiments.engine.run import run_engine
@@ -37,6 +38,7 @@ from kvarena.experiments.models import ModelShape
 from kvarena.experiments.outputs import refuse_unwritable
 from kvarena.experiments.provenance import provenance
 from kvarena.experiments.results import Result
+from kvarena.experiments.style import FORMATS
 from kvarena.experiments.sweep_workers import in_processes
 from kvarena.experiments.wrong_kind import reads
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -91,21 +93,27 @@ class RateResult:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def save(self, out: Path | str) -> Path:
-        """rates.csv, hits.csv, result.json, provenance.json and the figure. Raises ValueError when `out` holds other
-        things or cannot be written."""
+        """rates.csv, hits.csv, result.json, provenance.json, and last the figure: a fault in it costs no table. Raises
+        ValueError when `out` holds other things or cannot be written."""
         from kvarena.experiments.plots_rate import save_rate_figure
 
         folder = Path(out)
         refuse_other(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            for kind in FORMATS:  # of an earlier study there
+                (folder / f"rate.{kind}").unlink(missing_ok=True)
             for name in TABLES:
                 getattr(self, name).to_csv(folder / f"{name}.csv", index=False, lineterminator="\n")
-            save_rate_figure(self, folder / "rate")
             _write_json(folder / "provenance.json", self.provenance)
             _write_json(folder / "result.json", {"schema_version": SCHEMA_VERSION, "kind": "rate", **self.manifest})
         except OSError as error:
             raise ValueError(f"{out}: cannot be written ({error.strerror})") from None
+        try:
+            save_rate_figure(self, folder / "rate")
+        except Exception as error:
+            fault = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{out}: the study is saved, but its figure could not be made ({fault})") from error
         return folder
 
 
@@ -222,6 +230,11 @@ def run_rate(
         return _run_rate(plan, jobs, tick, sofar)
     except KeyboardInterrupt:
         raise sofar.keep(plan, out) from None
+    except ValueError as error:  # what a later part of the study cannot run costs no row of those before
+        raise ValueError(f"{error}; {sofar.keep(plan, out)}" if sofar.rates else str(error)) from error
+    except Exception as error:
+        error.add_note(str(sofar.keep(plan, out)))
+        raise
 
 
 def _run_rate(plan: RatePlan, jobs: int, tick: Callable[[str], None] | None, sofar: _Sofar) -> RateResult:
@@ -229,13 +242,16 @@ def _run_rate(plan: RatePlan, jobs: int, tick: Callable[[str], None] | None, sof
     backlog = _one(plan, [f"speed={BACKLOG_SPEED}"], jobs, tick)
     names = list(backlog)
     saturation = {name: float(one.summary["requests_per_s"].mean()) for name, one in backlog.items()}
+    if not saturation[names[0]] > 0:
+        why = "; ".join(backlog[names[0]].warnings)
+        raise ValueError(f"rate.shares: {names[0]} serves no request of a backlog, so there is no saturation ({why})")
     natural = _natural_rate(backlog[names[0]])
     work = [(share, share * saturation[names[0]]) for share in plan.rate.shares]
     sets = [[f"speed={rate / natural!r}"] for _, rate in work]
     with closing(_many(plan, sets, jobs, tick)) as runs:
         for (share, rate), found in zip(work, runs, strict=True):
             sofar.rates += [rate_row(name, share, rate, one) for name, one in found.items()]
-    rates = pd.DataFrame(sofar.rates)
+    rates = floats(pd.DataFrame(sofar.rates))
     hits = hit_rows(plan, jobs, tick, sofar.hits)
     manifest = _manifest(plan, backlog, saturation, rates)
     return RateResult(
@@ -357,7 +373,7 @@ def hit_rows(
         mine = RatePlan({**base, "engine": engine}, (plain, *plan.allocators), plan.rate)
         without, *others = _one(mine, [], jobs, tick).values()
         rows += [_hit_row(one, without, target) for one in others]
-    return pd.DataFrame(rows)
+    return floats(pd.DataFrame(rows))
 
 
 def _hit_row(one: Result, without: Result, target: float) -> dict[str, Any]:
@@ -367,7 +383,7 @@ def _hit_row(one: Result, without: Result, target: float) -> dict[str, Any]:
         "allocator": one.allocators[0],
         "target": target,
         "token_hit_rate": hit,
-        "gain": float(row["requests_per_s"]) / float(base_row["requests_per_s"]),
+        "gain": metrics.ratio(float(row["requests_per_s"]), float(base_row["requests_per_s"])),
         "prefill_share": float(base_row["prefill_share"]),
         "amdahl": 1 / (1 - float(base_row["prefill_share"]) * hit),
         **prefill_flops(one),
@@ -378,7 +394,8 @@ def _hit_row(one: Result, without: Result, target: float) -> dict[str, Any]:
 
 
 def knee(rates: pd.DataFrame) -> float | None:
-    """Requests a second at which the normalised latency reaches KNEE times that of the lowest rate; None: never.
+    """Requests a second at which the normalised latency reaches KNEE times that of the lowest rate; None: never, or
+    nothing was served at the lowest.
 
     >>> knee(pd.DataFrame({"rate_per_s": [1.0, 2.0, 3.0], "normalised_ms": [10.0, 15.0, 25.0]}))
     2.5
@@ -387,6 +404,8 @@ def knee(rates: pd.DataFrame) -> float | None:
     limit = KNEE * float(rows["normalised_ms"].iloc[0])
     before = None
     for rate, value in zip(rows["rate_per_s"], rows["normalised_ms"], strict=True):
+        if value != value:
+            continue  # nothing was served at this rate
         if value >= limit:
             if before is None:
                 return float(rate)

@@ -50,6 +50,10 @@ def _cell(value: float, text: str) -> str:
     return "–" if value != value else format(value, text)
 
 
+def _times(value: float) -> str:
+    return "–" if value != value else f"{value:.2f}x"
+
+
 def knee_lines(result: RateResult) -> list[str]:
     """Saturation and knee of each allocator."""
     lines = []
@@ -68,6 +72,7 @@ def hits_table(result: RateResult) -> Table:
     for head in ("allocator", "hits, % of tokens", "gain", "Amdahl", "prefill's share without cache", "FLOPs saved"):
         shown.add_column(head, justify="left" if head == "allocator" else "right")
     for row in result.hits.to_dict("records"):
-        cells = [f"{row['token_hit_rate']:.1%}", f"{row['gain']:.2f}x", f"{row['amdahl']:.2f}x"]
-        shown.add_row(str(row["allocator"]), *cells, f"{row['prefill_share']:.1%}", f"{row['prefill_saved']:.1%}")
+        cells = [_cell(row["token_hit_rate"], ".1%"), *(_times(row[name]) for name in ("gain", "amdahl"))]
+        shares = [_cell(row[name], ".1%") for name in ("prefill_share", "prefill_saved")]
+        shown.add_row(str(row["allocator"]), *cells, *shares)
     return shown

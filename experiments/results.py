@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from kvarena.experiments.alike import CELL_KEYS, unlike_requests
 from kvarena.experiments.config import SCHEMA_VERSION, config_diff
 from kvarena.experiments.foreign import read_object, read_toml
 from kvarena.experiments.outputs import as_path, refuse_unwritable, remove_stale
@@ -96,24 +97,39 @@ class Result:
 
     def save(self, out: Path | str) -> Path:
         """Write the folder with all figures and the report. Raises ValueError when `out` holds something else, and for
-        what `load_partial` read. When it is interrupted, the tables are kept in `out`.partial."""
-        from kvarena.experiments.partial import keep_cells
-        from kvarena.experiments.report import write_figures, write_report
-
+        what `load_partial` read. When it is interrupted, or a figure cannot be drawn, the tables are kept in
+        `out`.partial."""
         if "partial" in self.manifest:
             raise ValueError(f"{out}: what an interrupted command left is no result, and is not saved as one")
         out = as_path(out, "out")
         try:
             with finished_folder(out) as made:
                 self._write_tables(made)
-                write_figures(self, made)
-                write_report(self, made / "report.html")
+                self._draw(made, out)
                 self._write_provenance(made)
         except KeyboardInterrupt:
-            kind, missing = self.manifest["kind"], ["figures and report"]
-            raise keep_cells(out, kind, self, self.config, ["tables"], missing, unit="parts") from None
+            raise self._keep_tables(out) from None
         self.path = out
         return out
+
+    def _draw(self, folder: Path, out: Path) -> None:
+        """Figures and report. A fault in one of them costs no table: it is raised when the tables have been kept."""
+        from kvarena.experiments.report import write_figures, write_report
+
+        try:
+            write_figures(self, folder)
+            write_report(self, folder / "report.html")
+        except OSError:
+            raise  # what cannot be written here cannot be kept either
+        except Exception as error:
+            kept, fault = self._keep_tables(out), f"{type(error).__name__}: {error}"
+            raise ValueError(f"{out}: figures or report could not be made ({fault}); {kept}") from error
+
+    def _keep_tables(self, out: Path) -> KeyboardInterrupt:
+        from kvarena.experiments.partial import keep_cells
+
+        kind, missing = self.manifest["kind"], ["figures and report"]
+        return keep_cells(out, kind, self, self.config, ["tables"], missing, unit="parts")
 
     def _write_tables(self, folder: Path) -> None:
         _write_json(folder / MANIFEST, {"schema_version": SCHEMA_VERSION, **self.manifest})
@@ -282,12 +298,13 @@ def _joined(a: Result, b: Result) -> Result:
     manifest["budgets"] = a.manifest["budgets"] + [row for row in b.manifest["budgets"] if row["allocator"] in new]
     said = other_code(a.provenance, b.provenance)
     manifest["other_code"] = bool(said) or a.manifest.get("other_code", False)
-    manifest["warnings"] = list(dict.fromkeys([*a.warnings, *b.warnings, *said]))
     frames = {
         name: pd.concat([getattr(a, name), frame[frame["allocator"].isin(new)]], ignore_index=True)
         for name in (*FRAMES, "summary")
         for frame in [getattr(b, name)]
     }
+    unlike = unlike_requests(rows for _, rows in frames["requests"].groupby(list(CELL_KEYS), sort=False))
+    manifest["warnings"] = list(dict.fromkeys([*a.warnings, *b.warnings, *said, *unlike]))
     return Result(config, manifest, provenance=a.provenance, **frames)
 
 

@@ -157,10 +157,25 @@ def short_label(labels: Sequence[str]) -> str:
 
 def is_narrow(ax: Axes) -> bool:
     """Whether a legend of two columns is wider than these axes, as in a single column of a paper."""
+    return width_in(ax) < 0.8 * NARROW_IN
+
+
+def width_in(ax: Axes) -> float:
+    """Width of the axes in inches, before any layout."""
     figure: Any = ax.get_figure()
     while hasattr(figure, "figure") and figure.figure is not figure:
         figure = figure.figure
-    return bool(ax.get_position().width * figure.get_figwidth() < 0.8 * NARROW_IN)
+    return float(ax.get_position().width * figure.get_figwidth())
+
+
+def has_positive(values: Iterable[Any]) -> bool:
+    """Whether a logarithmic axis has anything to show: a finite number above 0. NaN and None are no numbers."""
+    return any(value is not None and 0 < value < math.inf for value in values)
+
+
+def say_no_data(ax: Axes) -> None:
+    """In the middle of axes in which nothing is drawn."""
+    ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", va="center", color="#777777", fontsize=11)
 
 
 def new_figure(size: tuple[float, float]) -> Figure:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvarena.experiments.plots import _pool_axis, draw_series
+from kvarena.experiments.provenance import outputs_words
 from kvarena.experiments.style import looks, printable
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ def plot_cell(made: SweepResult, key: str, ax: Axes) -> Axes:
     told = [
         f"{name.rpartition('.')[2]} {value}" for name, value in point.items() if isinstance(value, str | int | float)
     ]
-    told = [part for part in told if not part.startswith("trace ")]
-    told.append(f"outputs {result.visible['outputs']}")
+    told = [part for part in told if not part.startswith(("trace ", "outputs "))]
+    told.append(f"outputs {outputs_words(result.config, result.visible['outputs'])}")
     title = printable(", ".join([result.manifest["trace"], *told])).replace("$", r"\$")
     ax.set_title(textwrap.fill(title, 34), fontsize=7.5)
     ax.tick_params(axis="x", labelsize=6, rotation=45)

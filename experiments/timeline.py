@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from kvarena.allocators.interface import AllocatorError, Event, EventKind, KVAllocator, Sequence
+from kvarena.experiments.budget import format_bytes
+from kvarena.experiments.provenance import config_digest
 from kvarena.experiments.style import printable
 from numpy.typing import NDArray
 
@@ -81,6 +83,8 @@ class Mark:
 class Timeline:
     """One cell of a result, step by step.
 
+    pool_bytes, seed  which cell, beside the label's allocator
+    config    names the resolved config of the result, as its own figures do
     page_ids  int32 [rows]: pages that the map shows
     states    uint8 [samples, rows]: FREE, EVICTABLE, IN_USE or SHARED
     sampled   step of each sample
@@ -91,6 +95,9 @@ class Timeline:
     kind: str
     page_size: int
     num_pages: int
+    pool_bytes: int
+    seed: int
+    config: str
     spans: list[Span] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -211,10 +218,17 @@ def summary_lines(made: Timeline) -> list[str]:
     clock = "simulated seconds" if made.kind == "run" else "steps of one arrival"
     span = made.steps[-1].end_s if made.kind == "run" else len(made.steps)
     return [
-        f"{printable(made.title)}: {printable(made.label)}, {made.num_pages:,} pages of {made.page_size}",
+        f"{printable(made.title)}, seed {made.seed}: {printable(made.label)}, {made.num_pages:,} pages of "
+        f"{made.page_size}, pool {format_bytes(made.pool_bytes)}",
         f"{len(made.spans):,} requests, {len(made.steps):,} steps, {span:,.6g} {clock}",
         *(told or ["nothing was evicted"]),
     ]
+
+
+def _begun(result: Result, label: str, allocator: KVAllocator, pool: int, seed: int) -> Timeline:
+    about = result.manifest
+    size, pages, config = allocator.page_size, allocator.num_pages, config_digest(result.config)
+    return Timeline(about["trace"], label, about["kind"], size, pages, pool, seed, config)
 
 
 def _of_comparison(result: Result, name: str, pool: int, seed: int) -> Timeline:
@@ -225,7 +239,7 @@ def _of_comparison(result: Result, name: str, pool: int, seed: int) -> Timeline:
     cell = next(c for c in cells if (c.entry.name, c.pool_bytes, c.workload.seed) == (name, pool, seed))
     requests = cell.workload.requests
     allocator = cell.entry.build(cell.budget.num_pages)
-    made = Timeline(result.manifest["trace"], cell.entry.label, "compare", allocator.page_size, allocator.num_pages)
+    made = _begun(result, cell.entry.label, allocator, pool, seed)
     replay = Replay(allocator, config.engine.model_copy(update={"steps_every": 1}))
     watch = _Watch(allocator, made, -(-len(requests) // MAX_SAMPLES))
     entered: dict[str, int] = {}
@@ -269,7 +283,7 @@ def _of_run(result: Result, name: str, pool: int, seed: int) -> Timeline:
 
     simulation, entry = simulation_again(result.config, name, pool, seed)
     allocator = simulation.allocator
-    made = Timeline(result.manifest["trace"], entry.label, "run", allocator.page_size, allocator.num_pages)
+    made = _begun(result, entry.label, allocator, pool, seed)
     total = int(result.summary.loc[result.summary["allocator"] == name, "steps"].max())
     watch = _Watch(allocator.inner, made, max(1, -(-total // MAX_SAMPLES)))
     started = 0.0

@@ -35,9 +35,11 @@ def trace_events(timeline: Timeline) -> dict[str, Any]:
     reasons = Counter(mark.reason for mark in timeline.evictions)
     about = {
         "trace": timeline.title,
+        "seed": timeline.seed,
         "allocator": timeline.label,
         "page_size": timeline.page_size,
         "num_pages": timeline.num_pages,
+        "pool_bytes": timeline.pool_bytes,
         "clock": "simulated" if timeline.kind == "run" else "one arrival is 1 ms",
         "evictions_by_reason": dict(reasons),
     }

@@ -142,15 +142,18 @@ def verify_rate(path: Path, again: bool) -> Verdict:
     for row in rows_of(made.hits):
         amdahl = 1 / (1 - row["prefill_share"] * row["token_hit_rate"])
         problem = f"hits.csv: {row['allocator']} at {row['target']}: Amdahl's gain is {row['amdahl']}, not {amdahl}"
-        verdict.check("numbers", _close(row["amdahl"], amdahl), problem)
+        unknown = all(math.isnan(value) for value in (row["amdahl"], amdahl))  # nothing was served, so nothing hit
+        verdict.check("numbers", unknown or _close(row["amdahl"], amdahl), problem)
     verdict.unseen["latencies, goodput, batch, hit rates, gain"] = "the runs behind a study are not kept"
     return verdict
 
 
 def _knee(rows: list[dict[str, Any]]) -> float | None:
-    """Where the line through the points crosses twice the first latency, for the first time."""
+    """Where the line through the points crosses twice the first latency, for the first time; a rate at which nothing
+    was served is no point, and when the first is one there is nothing to double."""
     points = sorted((row["rate_per_s"], row["normalised_ms"]) for row in rows)
     limit = 2 * points[0][1]
+    points = [point for point in points if not math.isnan(point[1])]
     for (x0, y0), (x1, y1) in pairwise(points):
         if y0 < limit <= y1:
             return float(x0 + (x1 - x0) * (limit - y0) / (y1 - y0))

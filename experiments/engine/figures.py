@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvarena.experiments.style import Look, looks
+from kvarena.experiments.style import Look, has_positive, looks, say_no_data
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,14 +38,22 @@ MEASURES = {
     "mean_batch": ("requests in a step, mean", ".1f"),
     "preemptions": ("preemptions", ",.0f"),
     "recomputed_tokens": ("tokens computed again after them", ",.0f"),
+    "swapped_tokens": ("tokens of preempted requests copied back instead", ",.0f"),
     "host_token_hit_rate": ("token hit rate of the host's cache, beyond the device's", "percent"),
-    "swapped_tokens": ("tokens copied back from the host instead", ",.0f"),
+    "swapped_out_bytes": ("copied to the host, swaps and cache", "bytes"),
+    "swapped_in_bytes": ("copied back from the host, swaps and cache", "bytes"),
     "token_hit_rate": ("token hit rate, the run's clock", "percent"),
     "fixed_token_hit_rate": ("token hit rate, fixed clock", "percent"),
     "fixed_left_out": ("requests without room, fixed clock", ",.0f"),
     "readmitted_hit_tokens": ("hit tokens of re-admissions (apart)", ",.0f"),
 }
-OF_THE_HOST = ("host_token_hit_rate", "swapped_tokens")  # a run without a host tier has none, which is not 0
+# Which part of a host tier each is of: a run without it has none, which is not 0.
+OF_THE_HOST = {
+    "swapped_tokens": ("host_pool",),
+    "host_token_hit_rate": ("host_cache",),
+    "swapped_out_bytes": ("host_pool", "host_cache"),
+    "swapped_in_bytes": ("host_pool", "host_cache"),
+}
 
 
 def latency(result: Result, ax: Axes | None = None, measure: str = "ttft_ms") -> Axes:
@@ -77,7 +85,10 @@ def _distribution(result: Result, ax: Axes, measure: str) -> Axes:
         shares = [100 * (place + 1) / len(values) for place in picked]
         style = {"linestyle": look.dashes, "label": look.label, **_markers(look, turn, len(picked))}
         ax.plot([values[place] for place in picked], shares, **style)
-    _log_axis(ax)
+    if has_positive(rows[measure]):
+        _log_axis(ax)
+    else:
+        say_no_data(ax)
     ax.set_ylim(0, 100)
     ax.set_xlabel(LATENCIES[measure])
     ax.set_ylabel("requests (%)")
@@ -137,28 +148,32 @@ PLOTS: dict[str, Callable[..., Axes]] = {"latency": latency, "load": load}
 
 def engine_rows(result: Result) -> list[list[str]]:
     """Text cells of the engine's measures at the reference pool, means over seeds, an allocator a column."""
-    from kvarena.experiments.tables import percent
-
     table = _at_reference(result, result.summary)
     rows = []
     for column, (text, shape) in MEASURES.items():
-        if column not in table or (column in OF_THE_HOST and not _has_host(result)):
+        if column not in table or not _is_there(result, column):
             continue
         cells = [text]
         for name in result.allocators:
             value = table.loc[table["allocator"] == name, column].astype(float).mean()
-            cells.append(percent(None if value != value else value) if shape == "percent" else _cell(value, shape))
+            cells.append(_cell(value, shape))
         rows.append(cells)
     return rows
 
 
-def _has_host(result: Result) -> bool:
+def _is_there(result: Result, column: str) -> bool:
     engine = result.config["engine"]
-    return any(engine.get(name) is not None for name in ("host_pool", "host_cache"))
+    return column not in OF_THE_HOST or any(engine.get(part) is not None for part in OF_THE_HOST[column])
 
 
 def _cell(value: float, shape: str) -> str:
-    return "–" if value != value else format(value, shape)
+    from kvarena.experiments.budget import format_bytes
+    from kvarena.experiments.tables import percent
+
+    if value != value:
+        return "–"
+    named = {"percent": percent, "bytes": format_bytes}
+    return named[shape](value) if shape in named else format(value, shape)
 
 
 def engine_notes(result: Result) -> list[str]:

@@ -129,9 +129,12 @@ class FixedReplay:
                     self._end(self._live.pop(index), "stop", "")
             self.record.step_ns.append(self.allocator.total_ns - before)
             self._note(now, ("release", "commit", "admit")[kind], admitted)
+        if not events:  # the schedule's own run let nobody in: the pool as it stood
+            self._note(min((m.arrival_s for m in self.absent), default=0.0), "idle", 0)
         self._note_absent()
         self.record.requests.sort(key=lambda row: row.index)
-        self.record.duration_s = max((m.end_s for m in self.schedule), default=0.0)
+        arrived = min((m.arrival_s for m in self.absent), default=0.0)
+        self.record.duration_s = max((m.end_s for m in self.schedule), default=arrived)
         return self.record
 
     def _note_absent(self) -> None:

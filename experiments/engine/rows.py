@@ -86,6 +86,8 @@ class StepRow:
 class Record:
     """Everything a run yields.
 
+    duration_s when nothing was left to do, on the engine's clock: with a result lag of 1 the step that was in flight
+               when the last token came is waited for
     prefill_s  of the GPU's time, what would not be there without the prompts
     step_ns    measured time in the allocator, each step; adapter_ns in the page table, each step that ran something,
                where one was built; kernel_ns of the kernels of such a step, where they ran

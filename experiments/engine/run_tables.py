@@ -8,9 +8,10 @@ from typing import Any
 
 import pandas as pd
 from kvarena.experiments import metrics
+from kvarena.experiments.alike import page_notes
 from kvarena.experiments.budget import Budget
 from kvarena.experiments.ceilings import Reuse, measure_reuse
-from kvarena.experiments.cells import Measured, about, add_ceilings, ceiling_rate, keyed
+from kvarena.experiments.cells import Measured, about, add_ceilings, ceiling_rate, floats, keyed
 from kvarena.experiments.engine.latency import Limits
 from kvarena.experiments.engine.metered import MeteredAllocator
 from kvarena.experiments.engine.run_config import RunConfig
@@ -19,7 +20,7 @@ from kvarena.experiments.engine.step_time import GpuTimes
 from kvarena.experiments.loading import Workload
 from kvarena.experiments.partial import Interrupted, cell_name, keep_cells
 from kvarena.experiments.provenance import provenance
-from kvarena.experiments.results import Result
+from kvarena.experiments.results import KEYS, Result
 from kvarena.experiments.specs import AllocatorEntry
 
 POLICY_LABELS = {"vllm": "vLLM 0.32.0 scheduling rules", "sglang": "SGLang 0.5.22 scheduling rules"}
@@ -96,10 +97,15 @@ def tables(
         _manifest(config, entry, cells, workloads, pools, gpu, warnings),
         pd.concat([one.requests for one in done.cells], ignore_index=True),
         pd.concat([one.steps for one in done.cells], ignore_index=True),
-        pd.DataFrame([one.summary for one in done.cells]),
-        pd.DataFrame([row for one in done.cells for row in one.timings]),
+        floats(pd.DataFrame([one.summary for one in done.cells])),
+        _timings([row for one in done.cells for row in one.timings]),
         provenance([workload.seed for workload in workloads], inputs, started),
     )
+
+
+def _timings(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """A row a verb; where nobody was let in and no step was taken, no row of these columns."""
+    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=[*KEYS, *metrics.TIME_COLUMNS])
 
 
 def interrupted(
@@ -216,6 +222,8 @@ def _manifest(
     trace, shape, engine = workloads[0].trace, config.pool.shape, config.engine
     oracle = ["declared = 'true': the scheduler knows output lengths (oracle)"] if engine.declared == "true" else []
     times = [] if gpu.calibrated else [f"step times {gpu.source}"]
+    if config.workload.unit == "ids":
+        times += page_notes({entry.name: entry.page_size}, workloads[0].tokens_per_id)
     return {
         "kind": "run",
         "trace": trace.name,

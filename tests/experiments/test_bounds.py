@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
 from kvarena.allocators.config import block, contiguous, token
-from kvarena.experiments.bounds import POLICIES, bound_curve, bounds, plot_bounds, replay_bound
+from kvarena.experiments.bounds import POLICIES, RATES, bound_curve, bounds, plot_bounds, replay_bound
 from kvarena.experiments.compare import compare
 from kvarena.experiments.page_names import name_pages
+from kvarena.experiments.study import bounds_table, write_table
 from kvarena.experiments.traces import load_trace
 from kvarena.experiments.traces.base import Request
+from kvarena.experiments.verify_files import verify_bounds
+from rich.console import Console
 from support.lru import replay_lru
 from support.plain_lru import lru_hits
 from support.requests import request
@@ -162,12 +168,50 @@ def test_every_allocator_stands_between_nothing_and_its_bounds(fields):
     assert (merged["infinite"] == merged["token_hit_rate_ceiling"]).all()
 
 
-def test_designs_that_share_no_prefixes_have_bounds_and_no_ceiling():
-    result = small(pool="450 MiB", too_long="reject", allocators=["exact", contiguous(max_model_len=2048), "vllm"])
+def test_designs_that_share_no_prefixes_have_their_own_rate_and_no_bounds_to_regret(tmp_path):
+    off = block(prefix_cache=False)
+    designs = ["exact", contiguous(max_model_len=2048), off, "vllm"]
+    result = small(pool="450 MiB", too_long="reject", allocators=designs)
     table = bounds(result)
-    assert table["infinite"].isna().tolist() == [True, True, False]
-    assert (table["policy"] <= table["clairvoyant"]).all()
-    assert table["policy"].tolist()[1] == 0
+    bounded = ["random", "clairvoyant_leaf", "clairvoyant", "infinite", "regret"]
+    assert table.loc[:2, bounded].isna().all(axis=None)
+    assert table.loc[:2, ["policy", "no_cache"]].eq(0).all(axis=None)
+    assert table.loc[3, bounded].notna().all()
+    write_table(table, tmp_path / "bounds.csv")
+    assert verify_bounds(tmp_path / "bounds.csv", again=False).stands
+
+
+def test_without_an_admitted_request_the_regret_is_blank_and_no_nan_is_printed():
+    result = small(pool="20 MiB", too_long="reject")
+    table = bounds(result)
+    assert not result.requests["admitted"].any()
+    assert table[list(RATES)].isna().all(axis=None)
+    shown = Console(file=io.StringIO(), width=160)
+    shown.print(bounds_table(result, table))
+    assert "nan" not in shown.file.getvalue()
+    ax = plot_bounds(result, table=table)
+    ax.figure.canvas.draw()
+    plt.close(ax.figure)
+
+
+def test_no_line_of_the_bounds_looks_like_one_of_an_allocator():
+    """Four designs of one kind and page: all dashes and one marker of allocators are in use."""
+    result = pressed()
+    entries = [{**result.manifest["allocators"][0], "name": f"same{n}", "label": f"same {n}"} for n in range(4)]
+    frames = [bounds(result).query("allocator == 'vllm'").assign(allocator=each["name"]) for each in entries]
+    made = replace(result, manifest={**result.manifest, "allocators": entries})
+    ax = plot_bounds(made, table=pd.concat(frames))
+    labels = {line.get_label(): line for line in ax.get_lines()}
+    own = [labels[each["label"]] for each in entries]
+    for name in ("clairvoyant", "random eviction"):
+        bound = labels[name]
+        assert bound.get_marker() not in {line.get_marker() for line in own}
+        assert bound._unscaled_dash_pattern not in [line._unscaled_dash_pattern for line in own]
+        # The one in the legend is the one that is drawn.
+        drawn = [line for line in ax.get_lines() if line.get_marker() == bound.get_marker() and len(line.get_xdata())]
+        assert len(drawn) == 4
+        assert all(line._unscaled_dash_pattern == bound._unscaled_dash_pattern for line in drawn)
+    plt.close(ax.figure)
 
 
 def test_bounds_need_the_trace_when_it_was_in_memory():
@@ -181,8 +225,6 @@ def test_bounds_need_the_trace_when_it_was_in_memory():
 
 
 def test_the_figure_draws_every_allocator_between_its_bounds():
-    import matplotlib.pyplot as plt
-
     result = pressed()
     ax = plot_bounds(result, table=bounds(result))
     texts = [text.get_text().replace("\n", " ") for text in ax.get_legend().get_texts()]

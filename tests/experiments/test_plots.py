@@ -14,6 +14,7 @@ import pytest
 from kvarena.allocators.config import block, token
 from kvarena.experiments import plots
 from kvarena.experiments.compare import compare
+from kvarena.experiments.report import result_footer
 from kvarena.experiments.specs import allocator_entries
 from kvarena.experiments.style import (
     KIND_COLOURS,
@@ -148,6 +149,18 @@ def test_what_is_known_of_replies_stands_under_every_hit_rate(name):
     assert lowest.get_xlabel().endswith("; outputs: recorded")
 
 
+def test_replies_that_were_not_replayed_are_said_to_be_so_and_those_that_were_are_not():
+    recorded = shared()
+    for outputs, told in (("replay", "recorded"), ("none", "recorded, not replayed")):
+        engine = {**recorded.config["engine"], "outputs": outputs}
+        result = replace(recorded, config={**recorded.config, "engine": engine})
+        assert plots.difference(result).get_xlabel().endswith(f"; outputs: {told}")
+        assert f" · outputs {told} · config " in result_footer(result)
+    prompts = replace(recorded, config={**recorded.config, "engine": {**recorded.config["engine"], "outputs": "none"}})
+    nothing = {**recorded.manifest, "visible": {**recorded.visible, "outputs": "none"}}
+    assert " · outputs none · config " in result_footer(replace(prompts, manifest=nothing))
+
+
 def test_a_name_is_no_formula():
     look = looks([{"name": "a", "label": "$x_1$ \x07", "kind": "block", "page_size": 16}])["a"]
     assert look.label == "\\$x_1\\$ \ufffd"
@@ -185,6 +198,40 @@ def test_page_sizes_are_categories_in_numeric_order():
     expected = {1: ", page 1", 4: ", page 4", 16: "", 128: ", page 128"}
     assert legend == [f"block (vLLM 0.32.0 rules){expected[int(size)]}" for size in case["expect"]["legend"]]
     assert len({line.get_color() for line in ax.get_lines()}) == 4
+
+
+def test_the_figure_by_page_size_names_its_pool_and_shows_the_mean_and_range_of_the_seeds():
+    result = shared()
+    ax = plots.hit_rate_by_page_size(result)
+    assert ax.get_xlabel().startswith("page size (tokens), pool 700 MiB;")
+    assert "mean and range of 2 seeds" in [text.get_text() for text in ax.get_legend().get_texts()]
+    at = result.summary[result.summary["pool_bytes"] == result.reference_pool]
+    marks = {line.get_label(): line for line in ax.get_lines()}
+    spans = [path.vertices[:, 1].tolist() for one in ax.collections for path in one.get_paths()]
+    for (name, label), span in zip(result.labels.items(), spans, strict=True):
+        rates = 100 * at.loc[at["allocator"] == name, "token_hit_rate"]
+        assert list(marks[label].get_ydata()) == pytest.approx([rates.mean()])
+        assert span == pytest.approx([rates.min(), rates.max()])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "labels"),
+    [
+        ([1, 2, 3], ["1 GiB", "2 GiB", "3 GiB"]),
+        ([3], ["3 GiB"]),
+        ([1.5, 6, 21.5], ["1.5 GiB", "6 GiB", "21.5 GiB"]),
+        ([1, 1.01, 3], ["1 GiB", "2 GiB"]),
+        ([1, *(n / 8 for n in range(9, 64)), 8], ["1 GiB", "2 GiB", "4 GiB", "8 GiB"]),
+    ],
+    ids=["few", "one", "shares", "two-close", "many"],
+)
+def test_every_measured_pool_has_a_label_where_all_have_room_else_powers_of_two(sizes, labels):
+    figure = plt.figure(figsize=(6.4, 2), layout="constrained")
+    ax = figure.subplots()
+    plots._pool_axis(ax, pd.DataFrame({"pool_bytes": [int(size * 2**30) for size in sizes]}))
+    figure.canvas.draw()
+    assert [text.get_text() for text in ax.get_xticklabels()] == labels
+    assert not overlapping(figure)
 
 
 def test_gaps_stay_gaps_and_an_empty_series_keeps_its_colour_and_says_so():
@@ -338,8 +385,16 @@ def test_paper_style_sets_the_column_width_and_embeds_fonts():
             use_paper_style("triple")
 
 
-@pytest.mark.parametrize("given", [shared, renamed])
-@pytest.mark.parametrize("name", list(ALL))
+def unreplayed():
+    """The shared result as if its replies had been left out: what stands under its hit rates is longer."""
+    return replace(shared(), config={**shared().config, "engine": {**shared().config["engine"], "outputs": "none"}})
+
+
+OF_HIT_RATES = ("hit_rate", "difference", "hit_rate_by_page_size")
+EVERY_FIGURE = [(name, given) for name in ALL for given in (shared, renamed)] + [(n, unreplayed) for n in OF_HIT_RATES]
+
+
+@pytest.mark.parametrize(("name", "given"), EVERY_FIGURE)
 def test_a_single_column_holds_every_figure_whole_and_without_overlap(name, given):
     with mpl.rc_context():
         use_paper_style("single")

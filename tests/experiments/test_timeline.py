@@ -12,15 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from kvarena.experiments import pool_map, pool_slider, timeline_export
 from kvarena.experiments.compare import compare
 from kvarena.experiments.engine.run import run_engine
 from kvarena.experiments.engine.run_config import run_config
+from kvarena.experiments.report import result_footer
 from kvarena.experiments.results import Result
-from kvarena.experiments.timeline import SHARED, Timeline, timeline
+from kvarena.experiments.timeline import SHARED, Timeline, summary_lines, timeline
 from support.commands import invoke
+
+import kvarena
 
 mpl.use("Agg")
 
@@ -71,6 +75,16 @@ def test_states_add_up_to_what_the_allocator_counts(lines: dict[str, Timeline]) 
             assert counts[1] == steps[step].evictable
             assert counts[2] + counts[SHARED] == steps[step].in_use
     assert (lines["vllm"].states == SHARED).any(), "system prompts are shared"
+
+
+def test_a_timeline_says_which_seed_and_pool_it_shows() -> None:
+    several = compare("chat", requests=6, seeds=[2, 5], pool="400 MiB", kernel_batches=0, options=OPTIONS)
+    for asked, shown in ((None, 2), (5, 5)):
+        made = timeline(several, seed=asked)
+        assert summary_lines(made)[0].startswith(f"chat, seed {shown}: block")
+        assert summary_lines(made)[0].endswith("pool 400 MiB")
+        about = timeline_export.trace_events(made)["otherData"]
+        assert (about["seed"], about["pool_bytes"]) == (shown, 400 << 20)
 
 
 def test_another_trace_or_version_is_noticed(compared: Result) -> None:
@@ -183,6 +197,19 @@ def test_a_map_without_evictions_has_no_mark_of_them_and_one_with_them_has(lines
         texts = {text.get_text() for text in ax.get_legend().get_texts()}
         assert ("evictions" in texts) == bool(ax.get_lines()) == expected
         mpl.pyplot.close(ax.get_figure())
+
+
+def test_the_footer_of_a_map_names_pool_seed_and_config_as_those_of_the_result_do(
+    compared: Result, ran: Result, lines: dict[str, Timeline]
+) -> None:
+    for result, made in ((compared, lines["vllm"]), (ran, lines["run"])):
+        figure = pool_map.draw_pool_map(made)
+        footer = figure.texts[-1].get_text()
+        plt.close(figure)
+        config = result_footer(result).rpartition(" · ")[2]
+        assert config.startswith("config ")
+        assert footer.startswith(f"kvarena {kvarena.__version__} · chat · pool 700 MiB · seed 0 · ")
+        assert footer.endswith(f" samples · {config}")
 
 
 def test_every_sample_can_be_shown_and_told(lines: dict[str, Timeline]) -> None:

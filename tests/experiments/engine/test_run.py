@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from kvarena.experiments import plots as kv_plots
 from kvarena.experiments.bounds_run import bounds_of_run
+from kvarena.experiments.budget import format_bytes
 from kvarena.experiments.cli import app
-from kvarena.experiments.engine.figures import PLOTS
+from kvarena.experiments.engine.figures import PLOTS, engine_rows
 from kvarena.experiments.engine.run import declared_by, run_engine
 from kvarena.experiments.engine.run_config import RunConfig, RunEngineConfig, load_run_config, run_config
 from kvarena.experiments.engine.step_time import GpuTimes, save_gpu_times
@@ -109,6 +110,40 @@ def test_summary_latencies_are_those_of_the_rows(block: Result) -> None:
     assert row["ttft_p50_ms"] == pytest.approx(rows["ttft_ms"].sort_values().iloc[19])
     good = rows[(rows["ttft_ms"] <= 100.0) & (rows["cut_output_tokens"] == 0)]
     assert row["goodput_per_s"] == pytest.approx(len(good) / row["duration_s"])
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("clock", ["feedback", "fixed"])
+def test_the_duration_goes_to_the_last_token_and_the_step_behind_it_where_results_lag(lag: int, clock: str) -> None:
+    """As docs/metrics.md defines it; throughput and goodput are over it."""
+    result = run_engine(small(f"result_lag={lag}", f"clock={clock}", "steps_every=1", "requests=8"))
+    row, rows, steps = result.summary.iloc[0], result.requests, result.steps
+    begun, last = rows["arrival_s"].min(), rows["last_token_s"].max()
+    until = rows["end_s"].max() if clock == "fixed" else steps["time_s"].max()
+    assert row["duration_s"] == pytest.approx(until - begun)
+    assert (steps["time_s"] > last + 1e-9).sum() == (lag if clock == "feedback" else 0)
+    assert row["requests_per_s"] == pytest.approx(row["served"] / row["duration_s"])
+    assert row["output_tokens_per_s"] == pytest.approx(row["output_tokens"] / row["duration_s"])
+
+
+def test_the_table_has_rows_of_that_part_of_the_host_tier_that_a_run_has() -> None:
+    swaps = "tokens of preempted requests copied back instead"
+    cache = "token hit rate of the host's cache, beyond the device's"
+    moved = ["copied to the host, swaps and cache", "copied back from the host, swaps and cache"]
+    for sets, there in (
+        ([], []),
+        (["host_pool=1 GiB"], [swaps, *moved]),
+        (["host_cache=1 GiB"], [cache, *moved]),
+        (["host_pool=1 GiB", "host_cache=1 GiB"], [swaps, cache, *moved]),
+    ):
+        result = run_engine(small("requests=12", *sets))
+        table = dict(engine_rows(result))
+        assert [name for name in (swaps, cache, *moved) if name in table] == there
+        if there:
+            row = result.summary.iloc[0]
+            assert [table[name] for name in moved] == [
+                format_bytes(row[f"swapped_{way}_bytes"]) for way in ("out", "in")
+            ]
 
 
 def test_pool_states_add_up_in_every_step(block: Result) -> None:
