@@ -103,6 +103,12 @@ class PoolConfig(_Section):
                 check_size(size)
         return pool
 
+    @field_validator("model", mode="before")
+    @classmethod
+    def _numbers(cls, model: Any) -> Any:
+        # By itself, so that a fault is told by its own fields and not by each branch of the union.
+        return model_shape(model) if isinstance(model, dict) else model
+
     @field_validator("model")
     @classmethod
     def _known(cls, model: str | ModelShape) -> str | ModelShape:

@@ -6,7 +6,7 @@ Numbers are from the models' public configuration files. A shape of one's own is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -75,8 +75,16 @@ def model_shape(model: str | Mapping[str, Any] | ModelShape) -> ModelShape:
     try:
         return ModelShape(**model)
     except (ValidationError, TypeError) as error:
-        detail = "; ".join(_line(item) for item in error.errors()) if isinstance(error, ValidationError) else str(error)
+        detail = "; ".join(_lines(error)) if isinstance(error, ValidationError) else str(error)
         raise ValueError(f"model: {detail}") from None
+
+
+def _lines(error: ValidationError) -> Iterator[str]:
+    """Fields that are missing, together; then each other fault."""
+    missing = [str(item["loc"][-1]) for item in error.errors() if item["type"] == "missing"]
+    if missing:
+        yield f"expected a shape's {', '.join(missing)}, found none"
+    yield from (_line(item) for item in error.errors() if item["type"] != "missing")
 
 
 def _line(item: Any) -> str:

@@ -82,10 +82,11 @@ def captions(result: Result) -> dict[str, str]:
 
 
 def plot_folder(result: Result, out: Path, force: bool = False) -> list[Path]:
-    """All figures into `out`, each renamed into place when it is whole. Raises ValueError when other figures are there,
-    unless `force`."""
+    """All figures into `out`, each renamed into place when it is whole. Raises ValueError when other figures or another
+    result are there, unless `force`."""
     refuse_in_partial(out / "figures")
     if not force:
+        _refuse_other_result(result, out)
         refuse_other_figures(out, [*captions(result), "timings"], result_source(result))
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -97,6 +98,14 @@ def plot_folder(result: Result, out: Path, force: bool = False) -> list[Path]:
         return placed
     except OSError as error:
         raise ValueError(f"{out}: cannot be written ({error.strerror})") from None
+
+
+def _refuse_other_result(result: Result, out: Path) -> None:
+    from kvarena.experiments.verify_kinds import kind_name
+
+    own = result.path is not None and out.exists() and out.samefile(result.path)
+    if not own and (found := kind_name(out)) is not None:
+        raise ValueError(f"{out}: holds another result ({found}); give another folder, or --force")
 
 
 def write_one_figure(result: Result, name: str, path: Path) -> None:

@@ -14,6 +14,7 @@ from kvarena.experiments.budget import format_bytes, parse_bytes
 from kvarena.experiments.explain import REASONS, Explanation, explain, explain_every_cell, summarise
 from kvarena.experiments.outputs import save_one, whole
 from kvarena.experiments.style import printable
+from kvarena.experiments.sweep_points import alike, headline, shown, value_words, varied
 from kvarena.experiments.wrong_kind import reads
 
 if TYPE_CHECKING:
@@ -40,20 +41,21 @@ FACTS = ("label", "page_size", "num_pages", "token_hit_rate", "token_hit_rate_la
 
 
 def explain_sweep(folder: Path, tick: Tick = None) -> pd.DataFrame:
-    """Explain every finished comparison of a sweep, at every pool: a row a cell, seed, pool and allocator, with its
-    rates, prompt tokens, hit tokens and the tokens of each reason, summed over all requests (each of which adds up, or
-    explaining stops with an error). Raises ValueError when nothing is finished, or a cell is an engine run."""
+    """Explain every finished comparison of a sweep, at every pool: a row a cell, seed, pool and allocator, with the
+    fields of the sweep that vary (named as in sweep.csv), its rates, prompt tokens, hit tokens and the tokens of each
+    reason, summed over all requests (each of which adds up, or explaining stops with an error). Raises ValueError when
+    nothing is finished, or a cell is an engine run."""
     from kvarena.experiments.sweep import open_sweep
 
     made = open_sweep(folder)
+    points = varied({cell["key"]: cell["point"] for cell in made.cells if cell["state"] == "finished"})
     rows = []
-    for cell in made.cells:
-        if cell["state"] != "finished":
-            continue
-        result = made.result(cell["key"])
+    for key, point in points.items():
+        result = made.result(key)
         for one in explain_every_cell(result, tick):
             keys = {name: one.table[name].iloc[0] for name in ("seed", "pool_bytes", "allocator")}
-            rows.append({"cell": cell["key"], **study_row(result, keys), "requests": len(one.table), **_adding_up(one)})
+            told = {"cell": key, **point, **study_row(result, keys)}
+            rows.append({**told, "requests": len(one.table), **_adding_up(one)})
     if not rows:
         raise ValueError(f"{folder}: no finished comparison to explain")
     return pd.DataFrame(rows)
@@ -92,7 +94,9 @@ def study_page(rows: pd.DataFrame) -> str:
         replies = "replies replayed" if first["outputs"] == "replay" else "prompts only"
         by_ids = "an id a page" if (cell["page_size"] == 1).all() else "by ids"
         unit = by_ids if first["unit"] == "ids" else "tokens"
-        parts.append(f"**{first['trace']}**, {unit}, {sharing}{replies}; {first['requests']:,} requests\n")
+        parts.append(
+            f"**{first['trace']}**, {unit}, {sharing}{replies}{headline(cell)}; {first['requests']:,} requests\n"
+        )
         names = list(dict.fromkeys(cell["allocator"]))
         parts.append(f"| pool | {' | '.join(names)} |\n| --- | {' | '.join('---:' for _ in names)} |")
         for pool, same in cell.groupby("pool_bytes"):
@@ -222,14 +226,17 @@ def _reasons_table(title: str, found: list[Explanation], totals: pd.DataFrame, a
 
 
 def sweep_reasons_table(rows: pd.DataFrame) -> Table:
-    """A row a trace, pool and allocator of an explained sweep: shares of the prompt tokens that were admitted (refused:
-    of all), means over seeds."""
+    """A row a trace, swept fields, pool and allocator of an explained sweep: shares of the prompt tokens that were
+    admitted (refused: of all), means over seeds."""
     from rich.table import Table
 
     reasons = [name for name in REASONS if rows[name].any()]
     table = Table(title=f"Where the prompt tokens went: {len(rows):,} cells, every request adds up")
-    for head in ("trace", "pool", "allocator"):
+    fields = shown(rows)
+    keyed = ["cell"] if alike(rows, fields) else []
+    for head in (*keyed, "trace", *fields.values(), "pool", "allocator"):
         table.add_column(head)
+    points = rows.drop_duplicates("cell").set_index("cell")[[*fields]]
     for head in ("served", *reasons):
         table.add_column(f"{head.replace('_', ' ')}, %{' of all' if head == 'refused' else ''}", justify="right")
     sums = rows.groupby(["cell", "trace", "pool_bytes", "allocator"], sort=False)[
@@ -239,7 +246,13 @@ def sweep_reasons_table(rows: pd.DataFrame) -> Table:
         of = {"refused": row["prompt_tokens"]}
         admitted = row["prompt_tokens"] - row.get("refused", 0)
         shares = [100 * row[name] / max(of.get(name, admitted), 1) for name in ("hit_tokens", *reasons)]
-        table.add_row(
-            printable(row["trace"]), format_bytes(row["pool_bytes"]), row["allocator"], *(f"{s:.2f}" for s in shares)
+        point = [printable(value_words(value)) for value in points.loc[row["cell"]]]
+        told = (
+            *[row[name][:10] for name in keyed],
+            printable(row["trace"]),
+            *point,
+            format_bytes(row["pool_bytes"]),
+            row["allocator"],
         )
+        table.add_row(*told, *(f"{s:.2f}" for s in shares))
     return table

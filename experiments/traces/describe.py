@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from kvarena.experiments.ceilings import IdLengths, PrefixTree, ceiling_tokens
+from kvarena.experiments.metrics import percentile
 from kvarena.experiments.traces.base import Request, Trace, Visible
 from kvarena.experiments.traces.visible import IN_FLIGHT_S, ChainCheck, VisibleMeasure
 
@@ -141,7 +142,8 @@ class _Survey:
             "requests_that_share": sum(known > 0 for known in self._known["prompts"]),
         }
         if self._ages:
-            found |= {f"prefix_age_s_p{level}": float(np.percentile(self._ages, level)) for level in LEVELS}
+            ages = sorted(self._ages)
+            found |= {f"prefix_age_s_p{level}": float(percentile(ages, level / 100)) for level in LEVELS}
         uses = self._uses[self._uses > 0]
         if len(uses):
             found |= {
@@ -174,8 +176,10 @@ class _Survey:
 
 
 def _quantiles(values: list[int]) -> dict[str, float]:
+    """Percentiles are those of all tables: nearest rank, a value that is there."""
     found = {"total": float(sum(values)), "mean": float(np.mean(values)), "min": float(min(values))}
-    found |= {f"p{level}": float(np.percentile(values, level)) for level in LEVELS}
+    ordered = sorted(values)
+    found |= {f"p{level}": float(percentile(ordered, level / 100)) for level in LEVELS}
     return found | {"max": float(max(values))}
 
 

@@ -12,6 +12,9 @@ from kvarena.experiments.budget import (
     parse_share,
     table_bytes,
 )
+from kvarena.experiments.compare import compare
+from kvarena.experiments.config import config_from_mapping
+from kvarena.experiments.engine.run_config import run_config
 from kvarena.experiments.models import SHAPES, ModelShape, model_shape
 
 TINY = ModelShape(num_layers=2, num_kv_heads=3, head_dim=4, head_dim_v=8, dtype="float16")
@@ -130,3 +133,33 @@ def test_the_line_of_the_tables_is_what_an_adapter_allocates(kind: str, page_siz
     row = 4 * 512 // (1 if kind == "token" else page_size)
     counted = table_bytes(kind, page_size, Tables(32, 512))
     assert sum(kept.values()) - counted == (0 if kind == "token" else row)  # ours has a row for padding
+
+
+SHAPES_THAT_LACK = {
+    "two fields": ({"num_layers": 2}, "expected a shape's num_kv_heads, head_dim, found none"),
+    "all fields": ({}, "expected a shape's num_layers, num_kv_heads, head_dim, found none"),
+    "one field and a wrong one": (
+        {"num_layers": 0, "num_kv_heads": 1},
+        "expected a shape's head_dim, found none; num_layers: .*found 0",
+    ),
+    "another word": ({"layers": 2, "num_kv_heads": 1, "head_dim": 8}, "num_layers, found none; layers: unknown key"),
+    "a wrong type": ({"num_layers": 2, "num_kv_heads": 1, "head_dim": "x"}, "head_dim: .*found 'x'"),
+    "a wrong dtype": (
+        {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8, "dtype": "f4"},
+        "dtype: .*float32.*found 'f4'",
+    ),
+    "no text for a name": ({1: 2}, "keywords must be strings"),
+}
+
+
+@pytest.mark.parametrize(("shape", "said"), SHAPES_THAT_LACK.values(), ids=SHAPES_THAT_LACK)
+def test_a_shape_that_lacks_fields_is_told_which_by_every_face(shape, said):
+    faces = [
+        lambda: model_shape(shape),
+        lambda: compare("chat", model=shape, requests=3),
+        lambda: config_from_mapping({"pool": {"model": shape}}),
+        lambda: run_config({"pool": {"model": shape}, "allocator": {"name": "vllm"}}),
+    ]
+    for face in faces:
+        with pytest.raises(ValueError, match=said):
+            face()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import re
+import shutil
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -15,7 +16,9 @@ from kvarena.experiments.bench import kernel_plots
 from kvarena.experiments.outputs import check_figure, check_table, figure_source, refuse_other_figures, save_one, whole
 from kvarena.experiments.study import write_table
 from kvarena.experiments.style import FORMATS, save_figure
+from kvarena.experiments.sweep import sweep
 from support.commands import invoke
+from support.small import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 SAVED = ROOT / "results"
@@ -170,6 +173,28 @@ def test_figures_of_another_result_in_the_folder_stay(command, name, source, tmp
     with pytest.raises(ValueError, match="figure of another result; give another folder, or --force"):
         invoke(*_into(command, tmp_path))
     assert _contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "other", ["rate", "claims", "pagesize", "study", "paper/chat-resampled", "allocators/run1", "sweep"]
+)
+def test_plot_leaves_the_folder_of_another_result_alone(other, tmp_path, monkeypatch):
+    place = tmp_path / "out"
+    if other == "sweep":
+        base = {"workload": {"trace": "chat", "options": OPTIONS, "requests": 6}, "pool": {"pool": "1 GiB"}}
+        sweep({**base, "sweep": {"live": [1]}}, place, jobs=1)
+    else:
+        shutil.copytree(SAVED / other, place)
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    chat = SAVED / "paper" / "chat"
+    with pytest.raises(ValueError, match=r"out: holds another result \(.*\); give another folder, or --force"):
+        invoke("plot", chat, "--out", place)
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+    monkeypatch.setattr(report, "write_figures", lambda result, folder: [])
+    invoke("plot", chat, "--out", place, "--force")
+    own = shutil.copytree(chat, tmp_path / "own")
+    invoke("plot", own, "--out", own)  # a result's own folder takes its figures
+    invoke("plot", own, "--out", own / "more")
 
 
 def test_the_same_result_is_drawn_again_into_its_folder(tmp_path):

@@ -9,9 +9,11 @@ import pandas as pd
 import pytest
 from kvarena.experiments.cli import app
 from kvarena.experiments.explain import REASONS
+from kvarena.experiments.report_pages import from_rich
 from kvarena.experiments.results import finished_folder
-from kvarena.experiments.study import explain_sweep, load_reasons, study_page
+from kvarena.experiments.study import explain_sweep, load_reasons, study_page, sweep_reasons_table, write_table
 from kvarena.experiments.sweep import sweep
+from kvarena.experiments.sweep_points import shown, varied
 from support.small import OPTIONS
 from typer.testing import CliRunner
 
@@ -65,6 +67,62 @@ def test_a_sweep_is_explained_whole_and_shown_again(tmp_path):
         done = runner.invoke(app, ["explain", *arguments])
         assert isinstance(done.exception, ValueError)
         assert message in str(done.exception)
+
+
+def printed(table: pd.DataFrame) -> list[list[str]]:
+    """Cells of the printed table, heads first."""
+    shown = from_rich(sweep_reasons_table(table))
+    return [shown.columns, *shown.rows]
+
+
+SWEPT = {
+    "an option and an engine field": {"options.num_sessions": [2, 3], "live": [1, 2]},
+    "a page size of one allocator": {"allocators.0.page_size": [16, 32]},
+    "the same names with other rules": [
+        {"allocators": [{"name": "a", "kind": "block", "page_size": 16}]},
+        {"allocators": [{"name": "a", "kind": "block", "page_size": 32}]},
+    ],
+    "a field that one cell leaves out": [{"options.num_sessions": 3}, {"options.max_message": 30}],
+    "seeds and a pool": [{"seeds": 2, "pool": "1 GiB"}, {"seeds": 1, "pool": "2 GiB"}],
+}
+
+
+@pytest.mark.parametrize("swept", SWEPT.values(), ids=SWEPT)
+def test_every_row_of_an_explained_sweep_says_which_cell_it_is_of(swept, tmp_path):
+    options = {**OPTIONS, "num_sessions": 3}
+    base = {"workload": {"trace": "chat", "options": options, "requests": 8}, "pool": {"pool": "1 GiB"}}
+    made = sweep({**base, "allocators": [{"name": "vllm"}, {"name": "sglang"}], "sweep": swept}, tmp_path / "s", jobs=1)
+    table = explain_sweep(tmp_path / "s")
+    heads, *rows = printed(table)
+    places = [place for place, head in enumerate(heads) if "%" not in head]
+    assert len({tuple(row[place] for place in places) for row in rows}) == len(rows)
+    points = table.drop_duplicates("cell").set_index("cell")
+    beside = made.table.drop_duplicates("cell").set_index("cell")
+    varying = [name for name in beside if name.startswith("sweep.") and beside[name].nunique(dropna=False) > 1]
+    assert [name for name in points if name.startswith("sweep.")] == varying
+    assert varying
+    write_table(table, tmp_path / "r.csv")
+    text = pd.read_csv(tmp_path / "r.csv", dtype=str, keep_default_na=False).drop_duplicates("cell").set_index("cell")
+    same = pd.read_csv(tmp_path / "s" / "sweep.csv", dtype=str, keep_default_na=False).drop_duplicates("cell")
+    assert text[varying].equals(same.set_index("cell")[varying])
+    write_table(table, tmp_path / "r.parquet")
+    assert printed(load_reasons(tmp_path / "r.csv")) == printed(load_reasons(tmp_path / "r.parquet")) == [heads, *rows]
+    heads_of_page = [line for line in study_page(table).splitlines() if line.startswith("**")]
+    if "options.num_sessions" in str(swept):
+        assert len(set(heads_of_page)) == len(made.cells)
+
+
+def test_fields_that_do_not_vary_and_those_of_the_row_get_no_column_of_their_own():
+    points = {"a": {"trace": "chat", "live": 1}, "b": {"trace": "agents", "live": 1}}
+    assert varied(points) == {"a": {"sweep.trace": "chat"}, "b": {"sweep.trace": "agents"}}
+    assert shown(pd.DataFrame([varied(points)["a"]])) == {}
+    two = pd.DataFrame([{"sweep.engine.x": 1, "sweep.options.x": 2, "sweep.pool": "1 GiB"}])
+    assert shown(two) == {"sweep.engine.x": "engine.x", "sweep.options.x": "options.x"}
+
+
+def test_the_saved_study_is_shown_without_columns_that_it_was_not_written_with(saved):
+    assert printed(saved)[0][:4] == ["trace", "pool", "allocator", "served, %"]
+    assert len(printed(saved)) == 1 + 304
 
 
 def test_a_sweep_whose_result_was_changed_is_noticed(tmp_path):

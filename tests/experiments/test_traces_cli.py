@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from kvarena.experiments import workloads
+from kvarena.experiments.metrics import percentile
 from kvarena.experiments.traces import load_trace
 from kvarena.experiments.traces.convert import convert_lines
 from support.traces import common_prefix, mooncake_row, write_rows
@@ -69,6 +70,23 @@ def test_describe_prints_a_table_and_json(tmp_path):
     assert found["reuse"]["prefix_age_s_p50"] == 3.0
     own = next(row for row in found["ceilings"] if row["page_size"] == 512)
     assert own["token_hit_rate"] == 512 / 1300
+
+
+def test_quantiles_are_those_of_all_tables_the_nearest_rank(tmp_path):
+    lengths = [7, 3, 200, 5, 11, 90, 1, 2, 8, 40, 6]
+    rows = [{"token_ids": [*range(n)], "output_length": n, "arrival_s": 2.0**k} for k, n in enumerate(lengths)]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = json.loads(kvarena("describe", path, "--json")[1])
+    for name, values in (("input_tokens", lengths), ("output_tokens", lengths)):
+        for level in (50, 90, 99):
+            value = found[name][f"p{level}"]
+            # The smallest value that at least so many per cent do not exceed.
+            enough = [v for v in values if sum(w <= v for w in values) >= level / 100 * len(values)]
+            assert value == min(enough) == percentile(sorted(values), level / 100)
+    ages = [found["reuse"][f"prefix_age_s_p{level}"] for level in (50, 90, 99)]
+    gaps = {2.0**a - 2.0**b for a in range(len(lengths)) for b in range(a)}
+    assert set(ages) <= gaps
 
 
 FAULTS = {
