@@ -328,7 +328,7 @@ def test_several_pools_of_the_command_are_walked_and_printed_each(
     from kvarena.experiments.cli import app
 
     monkeypatch.setattr(ladder_plots, "write_figures", lambda *given: [])  # they take seconds
-    arguments = ["ladder", "chat", "--from", "block", "--to", "block:duplicates=merge", "--set", "requests=20"]
+    arguments = ["ladder", "chat", "--from", "block", "--to", "block:duplicates=merge", "--set", "requests=6"]
     arguments += ["--rounds", "0", "--jobs", "1", "--quiet", "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(app, [*arguments, "--pool", "200 MiB", "--pool", "150 MiB", "--live", "2"])
     assert done.exit_code == 0, done.output
