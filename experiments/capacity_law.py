@@ -6,10 +6,10 @@ pages of S tokens, and with f whole pages of a shared prefix that its group hold
     D(t) = sum over groups with a live member of f  +  sum over live i of ceil((p_i + t - d_i) / S) - f
 
 and, until they are merged, prefixes that were computed again before the first was published; the burst is carried when
-max D(t) <= pages. Live: d_i <= t <= d_i + o_i - 1 + lag (with a lag of 1 the step behind
-the last is scheduled before the end is known). d_i follows from the tokens a step may have. Runs of a contiguous pool
-hold what their sizing promises in place of ceil(...). SGLang's admission adds that nobody is admitted unless prompt and
-declared output fit behind what running requests are reckoned to need (`sglang_admits`).
+max D(t) <= pages. Live: d_i <= t <= d_i + o_i - 1 + lag (with a lag of 1 the step behind the last is scheduled before
+the end is known). d_i follows from the tokens a step may have. Runs of a contiguous pool hold what their sizing
+promises in place of ceil(...). SGLang's admission is followed pass by pass before (`capacity_sglang.py`): nobody is
+admitted unless prompt and declared output fit behind what running requests are reckoned to need.
 """
 
 from __future__ import annotations

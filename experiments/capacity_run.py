@@ -1,8 +1,9 @@
 """A burst of requests through the engine: is it carried, and what does it cost when it is not?
 
-Carried: all are live at once, nobody is preempted and nobody waits for room (waiting because a step's tokens are spent
-is no waiting for room). The engine, the schedulers and the allocators are those of `kvarena run`; with `make_executor`
-the same burst runs over real pools and kernels.
+Carried: all are live at once, nobody is preempted and nobody waits for room. Waiting because a step's tokens are spent
+is no waiting for room, nor is going from one of SGLang's prompt passes to the next: nobody decodes in between. The
+engine, the schedulers and the allocators are those of `kvarena run`; with `make_executor` the same burst runs over real
+pools and kernels.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import pytest
 from kvarena.experiments.capacity import Cell, capacity_plan, measure
 from kvarena.experiments.capacity_law import Rules, carried, demand
 from kvarena.experiments.capacity_loads import LOADS, Load
+from kvarena.experiments.capacity_prefill import Prefixes
 from kvarena.experiments.capacity_sglang import max_tokens, sglang_prefill
 from kvarena.experiments.capacity_sizing import GIB, MIB, WEIGHTS, Card, card
 from kvarena.experiments.models import SHAPES
@@ -85,6 +86,31 @@ def test_prefixes_of_the_last_pass_are_held_twice_in_the_first_decode() -> None:
     tight = sglang(153, declared=20, reserves=False)
     assert carried(burst([50, 50, 50], outputs=3, groups=[0, 0, 0], shared=40), tight)
     assert not carried(burst([50, 50, 50], outputs=3, groups=[0, 0, 0], shared=40), replace(tight, num_pages=152))
+
+
+def test_a_prefix_that_a_chunk_has_covered_is_no_longer_held_twice() -> None:
+    """Chunks of 64: the second prompt covers the 40 shared tokens in pass 1 and is done in pass 5."""
+    filled = sglang_prefill(burst([50, 300], groups=[0, 0], shared=40), sglang(4000, declared=20, chunk_tokens=64))
+    assert filled is not None
+    assert filled.twice == []
+
+
+def test_a_chunk_is_found_a_pass_before_what_a_whole_prompt_of_the_same_pass_published() -> None:
+    load = burst([50, 60, 60], groups=[0, 0, 0], shared=40)
+    prefixes = Prefixes(load, sglang(4000))
+    prefixes.new_tokens(0, 0)
+    prefixes.computed(0, 0)
+    prefixes.new_tokens(1, 0)
+    prefixes.chunk(1, 0, 14)
+    assert [prefixes.new_tokens(2, step) for step in (0, 1, 2)] == [60, 46, 20]
+
+
+def test_a_prompt_in_chunks_takes_a_place_of_the_pass_and_a_row() -> None:
+    """Pass 2 ends the second prompt and has no place left: the flag stays up until somebody ends."""
+    load = burst([64, 100, 10])
+    assert not carried(load, sglang(100_000, declared=1000, chunk_tokens=64, rows=3))
+    assert carried(load, sglang(100_000, declared=1000, chunk_tokens=64, rows=4))
+    assert carried(burst([100, 10]), sglang(100_000, declared=1000, chunk_tokens=64, rows=2))
 
 
 def test_a_prompt_as_long_as_a_row_is_turned_away_in_law_and_engine() -> None:
