@@ -173,8 +173,8 @@ def test_marks_of_a_single_pool_can_be_seen_in_the_figure():
     table = bounds(result)
     ax = plot_bounds(result, table=table)
     seen = {line.get_marker(): float(line.get_ydata()[0]) for line in ax.lines if len(line.get_xdata()) == 1}
-    assert seen["^"] == pytest.approx(100 * table["clairvoyant"].iloc[0])
-    assert seen["v"] == pytest.approx(100 * table["random"].iloc[0])
+    assert seen["2"] == pytest.approx(100 * table["clairvoyant"].iloc[0])
+    assert seen["1"] == pytest.approx(100 * table["random"].iloc[0])
 
 
 def test_the_commands_take_the_folder_of_a_run(tmp_path):
