@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-MODULES = ("bench.tables", "budget", "ceilings", "config", "metrics", "models", "specs", "walk")
+MODULES = ("bench.tables", "budget", "ceilings", "config", "metrics", "models", "specs", "sweep_points", "walk")
 
 
 @pytest.mark.parametrize("name", MODULES)
