@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from kvarena.experiments import partial
-from kvarena.experiments.budget import PoolTooSmallError
+from kvarena.experiments.budget import PoolTooSmallError, format_bytes
 from kvarena.experiments.capacity_law import Rules, capacity
 from kvarena.experiments.capacity_loads import make_load
 from kvarena.experiments.capacity_sizing import MIB, Card, Server, equal_bytes
@@ -91,13 +91,14 @@ def study(
     fits = {(kind, size): concurrency(kind, size, model, load) for kind in KINDS for size in pages}
     rows: list[dict[str, Any]] = []
     outputs: dict[str, str] = {}
+    pool_bytes: dict[str, int] = {}
     fixed = {"pool": pool, "live": live, "outputs": "replay", "model": model, "requests": requests, "kernel_batches": 0}
     allocators = [{"kind": kind, "page_size": size} for kind in KINDS for size in pages]
     try:
         for workload in workloads:
             options = WORKLOADS.get(workload, {})
             config = config_from_keywords({**fixed, "trace": workload, "allocators": allocators, "options": options})
-            made, outputs[workload] = _rows(config, workload, fits, model, rounds, tick)
+            made, outputs[workload], pool_bytes[workload] = _rows(config, workload, fits, model, rounds, tick)
             rows += made
     except KeyboardInterrupt:
         done = list(dict.fromkeys(row["workload"] for row in rows))
@@ -105,7 +106,7 @@ def study(
         missing = partial.names_left(workloads, done)
         raise partial.keep_tables(out, "pagesize", tables, done, missing, "workloads") from None
     about = {"pool": pool, "live": live, "model": model, "load": load, "rounds": rounds, "pages": list(pages)}
-    about["outputs"] = outputs
+    about |= {"outputs": outputs, "pool_bytes": pool_bytes}
     return Study(pd.DataFrame(rows, columns=list(COLUMNS)), about)
 
 
@@ -116,8 +117,8 @@ def _rows(
     model: str,
     rounds: int,
     tick: Callable[[], None] | None,
-) -> tuple[list[dict[str, Any]], str]:
-    """(a row a cell, what the workload has of replies)."""
+) -> tuple[list[dict[str, Any]], str, int]:
+    """(a row a cell, what the workload has of replies, bytes of the pool)."""
     from kvarena.experiments.loading import load_workloads
     from kvarena.experiments.pools import plan
 
@@ -152,7 +153,7 @@ def _rows(
                 "time_us": host_us + computed * prefill_us(model),
             }
         )
-    return rows, cells[0].workload.trace.visible.outputs
+    return rows, cells[0].workload.trace.visible.outputs, cells[0].pool_bytes
 
 
 def _replayed(cell: Cell, config: Config) -> tuple[float, dict[str, float]]:
@@ -229,7 +230,12 @@ def best_table(made: Study) -> Table:
     for row in best(made.rows).to_dict("records"):
         numbers = (f"{row['time_us']:,.0f}", str(row["highest_hit_rate"]), str(row["most_requests"]))
         table.add_row(str(row["workload"]), str(row["kind"]), str(row["least_time"]), *numbers)
-    table.caption = "least time: prefill of what was not served, and the allocator; kernels apart"
+    table.caption = (
+        "least time: prefill of what was not served, and the allocator; kernels apart; equal values: the largest page"
+        + "".join(
+            f"\n{name}: {format_bytes(size)} for every cell" for name, size in about.get("pool_bytes", {}).items()
+        )
+    )
     return table
 
 

@@ -29,6 +29,7 @@ def test_the_study_has_what_a_comparison_has(study: one_axis.Study) -> None:
     settings = {"requests": 120, "pool": "60 %", "live": 4, "outputs": "replay", "options": options}
     result = compare("chat", allocators=specs, kernel_batches=0, **settings)
     assert study.rows["token_hit_rate"].tolist() == result.summary["token_hit_rate"].tolist()
+    assert [study.about["pool_bytes"]["chat"]] == result.summary["pool_bytes"].unique().tolist()
 
 
 def test_what_page_size_does(study: one_axis.Study) -> None:
@@ -73,6 +74,7 @@ def test_a_study_reloads_and_other_files_are_refused(study: one_axis.Study, tmp_
     again = one_axis.load(one_axis.save(study, tmp_path / "s"))
     pd.testing.assert_frame_equal(again.rows, study.rows, rtol=1e-5)
     assert again.about == study.about
+    assert "for every cell" in one_axis.best_table(again).caption
     (tmp_path / "s" / "pagesize.json").write_text(json.dumps({"schema_version": 9}))
     with pytest.raises(ValueError, match="cannot be read as a page-size study"):
         one_axis.load(tmp_path / "s")
