@@ -149,7 +149,7 @@ def small() -> dict[str, list[Law]]:
     slow.setattr(laws, "small_capacity_plan", list)
     slow.setattr(laws, "table_law", lambda kind, size: Law("table bytes", kind, str(size), "bytes", 1.0, 1.0))
     slow.setattr(laws, "prefill_law", lambda kind, size, n: Law("prefill gain", kind, str(n), "times", 1.0, 1.0))
-    sizes = {"chat": 2, "few_shot": 60, "prefix_repetition": 20, "no_reuse": 8}
+    sizes = {"few_shot": 60, "prefix_repetition": 8, "no_reuse": 8}
     try:
         return {name: laws.laws(name, requests=count, pages=(4, 256)) for name, count in sizes.items()}
     finally:
@@ -170,11 +170,11 @@ def test_whatever_does_not_hold_of_few_lengths_has_its_computed_reason(
 
 def test_both_designs_lose_the_same_to_pages_of_any_size_since_nothing_is_evicted(small: dict[str, list[Law]]) -> None:
     for name, found in small.items():
-        facts = laws._facts(list(load_trace(name, limit={"chat": 2, "few_shot": 60}.get(name, 0) or None)))
+        facts = laws._facts(list(load_trace(name, limit=60)))
         for size in (4, 256):
             lost = {one.measured for one in _of(found, "rounding") if one.x == str(size)}
             assert len({round(value, 9) for value in lost}) == 1, (name, size)
-            if name in ("chat", "few_shot"):
+            if name == "few_shot":
                 exact = 100 * (facts.known % size).sum() / facts.prompts.sum()
                 assert lost.pop() == pytest.approx(exact, abs=1e-9)
 
@@ -208,7 +208,7 @@ def test_a_loss_that_lengths_do_not_give_has_no_reason() -> None:
     assert laws_why.tail_why(known, 64, 30.0) == ""
 
 
-@pytest.mark.parametrize("name", ["chat", "agents", "recording"])
+@pytest.mark.parametrize("name", ["chat", "recording"])
 def test_lengths_of_live_requests_are_those_of_the_replay(name: str) -> None:
     trace = list(load_trace(name, limit=40))
     done = compare(name, allocators=["vllm"], pool="64 GiB", requests=40, outputs="replay", live=4, kernel_batches=0)

@@ -175,9 +175,7 @@ def test_figures_of_another_result_in_the_folder_stay(command, name, source, tmp
     assert _contents(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    "other", ["rate", "claims", "pagesize", "study", "paper/chat-resampled", "allocators/run1", "sweep"]
-)
+@pytest.mark.parametrize("other", ["rate", "study", "sweep"])
 def test_plot_leaves_the_folder_of_another_result_alone(other, tmp_path, monkeypatch):
     place = tmp_path / "out"
     if other == "sweep":

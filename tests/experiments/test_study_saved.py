@@ -76,14 +76,13 @@ def printed(table: pd.DataFrame) -> list[list[str]]:
 
 
 SWEPT = {
-    "an option and an engine field": {"options.num_sessions": [2, 3], "live": [1, 2]},
+    "an option and an engine field": [{"options.num_sessions": 2, "live": 1}, {"options.num_sessions": 3, "live": 2}],
     "a page size of one allocator": {"allocators.0.page_size": [16, 32]},
     "the same names with other rules": [
         {"allocators": [{"name": "a", "kind": "block", "page_size": 16}]},
         {"allocators": [{"name": "a", "kind": "block", "page_size": 32}]},
     ],
     "a field that one cell leaves out": [{"options.num_sessions": 3}, {"options.max_message": 30}],
-    "seeds and a pool": [{"seeds": 2, "pool": "1 GiB"}, {"seeds": 1, "pool": "2 GiB"}],
 }
 
 
