@@ -16,7 +16,11 @@ def executed(path: Path) -> Any:
     """The notebook with the outputs of a run in its own folder, without times, machine or run numbers of the kernel."""
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+        notebook,
+        timeout=240,
+        kernel_name="python3",
+        coalesce_streams=True,  # what one cell prints may come in pieces, as the kernel's clock has it
+        resources={"metadata": {"path": str(path.parent)}},
     ).execute()
     notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     for cell in notebook.cells:
